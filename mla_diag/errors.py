@@ -1,0 +1,23 @@
+"""Errors that end a command with one clear line: what is wrong, where, and what to do about it."""
+
+
+class MlaDiagError(Exception):
+    """An error for the user of the command line: printed as one line, never as a traceback.
+
+    Attributes:
+        exit_code: The status the command exits with.
+    """
+
+    exit_code = 1
+
+
+class UsageError(MlaDiagError):
+    """The command was asked for something that makes no sense."""
+
+    exit_code = 2
+
+
+class UnreadableInputError(MlaDiagError):
+    """An input is missing, empty, damaged from its first byte on, or not a profiler trace."""
+
+    exit_code = 3

@@ -1,0 +1,98 @@
+"""Lists of decoded events to numpy columns: interned text, exact times, integers whatever type they came in."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Hashable, Iterable, Sequence
+from decimal import Decimal, InvalidOperation
+from typing import Any, Generic, TypeAlias, TypeVar
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from mla_diag.trace.records import Number
+
+Ints: TypeAlias = NDArray[np.int64]
+Ids: TypeAlias = NDArray[np.int32]
+Key = TypeVar("Key", bound=Hashable)
+
+MISSING = -1
+NO_TIME = np.iinfo(np.int64).min
+# Below this many microseconds a double still tells neighbouring nanoseconds apart; traces that count from the epoch
+# are above it (kineto: baseTimeNanoseconds keeps newer ones below).
+_EXACT_IN_DOUBLE = float(2**43)
+
+
+class Interner(dict[Key, int], Generic[Key]):
+    """Gives equal values equal small numbers: `interner[value]`, in order of first sight."""
+
+    def __missing__(self, value: Key) -> int:
+        """Number a new value."""
+        self[value] = number = len(self)
+        return number
+
+    def ids(self, values: Iterable[Key]) -> Ids:
+        """The numbers of many values."""
+        return np.fromiter((self[value] for value in values), np.int32)
+
+    def values_by_id(self) -> list[Key]:
+        """The values, at the index of their number."""
+        return list(self)
+
+
+def nanoseconds(texts: Sequence[msgspec.Raw]) -> Ints:
+    """Times as the trace writes them, in microseconds, to int64 nanoseconds; `NO_TIME` for what is no number.
+
+    A double holds microseconds since the epoch to a quarter of one; so those are read from their digits.
+    """
+    joined = b",".join(texts)
+    try:
+        if b"." not in joined and b"e" not in joined:
+            return np.array(msgspec.json.decode(b"[" + joined + b"]", type=list[int]), np.int64) * 1000
+        micros = np.array(msgspec.json.decode(b"[" + joined + b"]", type=list[float]))
+    except (msgspec.MsgspecError, OverflowError):
+        return np.fromiter(map(_nanoseconds_of_one, texts), np.int64, len(texts))
+    if micros.size and np.abs(micros).max() >= _EXACT_IN_DOUBLE:
+        return np.fromiter(map(_nanoseconds_of_one, texts), np.int64, len(texts))
+    whole = np.floor(micros)
+    return whole.astype(np.int64) * 1000 + np.rint((micros - whole) * 1000).astype(np.int64)
+
+
+def durations(micros: Sequence[float]) -> tuple[Ints, int]:
+    """Durations in microseconds to nanoseconds, and how many were negative or no number and count as 0.
+
+    Profilers have written negative ones (kineto#646, where an end of 0 overflowed).
+    """
+    values = np.array(micros, np.float64)
+    with np.errstate(invalid="ignore"):
+        bad = ~((values >= 0) & (values < _EXACT_IN_DOUBLE))
+    values[bad] = 0.0
+    return np.rint(values * 1000).astype(np.int64), int(bad.sum())
+
+
+def integers(values: Sequence[Number]) -> Ints:
+    """Numbers that may come as text, as floats or not at all, to int64; `MISSING` where there is none."""
+    try:
+        return np.array([MISSING if value is None else value for value in values], np.int64)
+    except (ValueError, TypeError, OverflowError):
+        return np.fromiter(map(_integer, values), np.int64, len(values))
+
+
+def _integer(value: Number) -> int:
+    try:
+        number = int(value or 0) if not isinstance(value, str) else int(value, 0)
+    except (ValueError, OverflowError):
+        return MISSING
+    return number if value is not None and abs(number) < 2**63 else MISSING
+
+
+def _nanoseconds_of_one(text: msgspec.Raw) -> int:
+    try:
+        value: Any = json.loads(bytes(text), parse_float=Decimal, parse_int=Decimal)
+        exact = value if isinstance(value, Decimal) else Decimal(value)
+        nanos = int((exact * 1000).to_integral_value())
+    except (ValueError, TypeError, InvalidOperation, OverflowError):
+        return int(NO_TIME)
+    return nanos if math.fabs(nanos) < 2**63 else int(NO_TIME)

@@ -1,0 +1,166 @@
+"""Who launched what: each device event to its launch, the CPU op around that, and the Python frame around both.
+
+Attribution is by launch, not by clock: the host runs ahead of the device, so when a kernel runs says nothing of which
+code asked for it.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mla_diag.trace.columns import MISSING, Ids, Ints
+from mla_diag.trace.model import Table, Trace
+
+# Serving code whose frames are worth naming, in this order: a kernel launched by SGLang's code is blamed on SGLang's
+# line, not on the line of PyTorch or of a kernel library below it.
+SERVING_PACKAGES = ("sglang", "vllm")
+
+_GRAPH_LAUNCH = re.compile(r"GraphLaunch", re.IGNORECASE)
+
+
+class Source(NamedTuple):
+    """A Python function that launched something.
+
+    The profiler records where a function begins, so `line` is that of its `def` or first decorator, not of the call.
+    """
+
+    file: str
+    line: int
+    function: str
+
+
+@dataclass(frozen=True)
+class Links:
+    """For each device event of a trace, row by row, what it belongs to; -1 where nothing is known.
+
+    Attributes:
+        launch: Row of `Trace.launches`.
+        op: Row of `Trace.ops`: the innermost op around the launch. A kernel replayed from a graph has none.
+        graph: Whether it was launched as part of a CUDA or HIP graph.
+    """
+
+    trace: Trace
+    launch: Ints
+    op: Ints
+    graph: NDArray[np.bool_]
+
+    @cached_property
+    def source(self) -> Ids:
+        """For each device event the number in `sources` of the innermost serving frame around its launch, or -1."""
+        return self._frames[0]
+
+    @cached_property
+    def sources(self) -> list[Source]:
+        """The functions that launched something."""
+        return self._frames[1]
+
+    @cached_property
+    def _frames(self) -> tuple[Ids, list[Source]]:
+        return _innermost_sources(self.trace, self.launch)
+
+
+def link(trace: Trace) -> Links:
+    """Link the device events of one rank's trace."""
+    events, launches = trace.device_events, trace.launches
+    launch = _first_match(launches.correlation, events.correlation)
+    launched = launch != MISSING
+    is_graph_call = np.array([bool(_GRAPH_LAUNCH.search(name)) for name in trace.names] or [False])
+    graph = launched.copy()
+    graph[launched] = is_graph_call[launches.name[launch[launched]]]
+
+    # The op is the one whose time encloses the launch. Its recorded id names the same one in newer traces and a stale
+    # one in some older (2022), so it speaks only where time does not.
+    op = np.full(len(events), MISSING, np.int64)
+    rows = launch[launched]
+    op[launched] = enclosing(trace.ops, launches.thread[rows], launches.start[rows])
+    external = events.external_id.copy()
+    unnamed = launched & (external == MISSING)
+    external[unnamed] = launches.external_id[launch[unnamed]]
+    op = np.where(op == MISSING, _first_match(trace.ops.external_id, external), op)
+    op[graph] = MISSING
+    return Links(trace, launch, op, graph)
+
+
+def enclosing(intervals: Table, threads: Ids, times: Ints) -> Ints:
+    """The innermost interval around each instant on its thread: the row of the last begun that has not ended, or -1.
+
+    Profilers write intervals that do not nest; an interval that outlives its parent is still found.
+    """
+    found = np.full(len(times), MISSING, np.int64)
+    for thread in np.unique(threads):
+        rows = np.flatnonzero(intervals.thread == thread)
+        asked = np.flatnonzero(threads == thread)
+        found[asked] = _enclosing_on_one_thread(intervals.take(rows), times[asked], rows)
+    return found
+
+
+def _enclosing_on_one_thread(intervals: Table, times: Ints, rows: Ints) -> Ints:
+    order = np.argsort(times, kind="stable")
+    ordered = times[order]
+    starts, ends = intervals.start, intervals.end
+    first, last = np.searchsorted(ordered, starts), np.searchsorted(ordered, ends, "right")
+    useful = np.flatnonzero(first < last)  # most intervals hold no instant that was asked for
+    useful = useful[np.lexsort((-ends[useful], starts[useful]))]
+    answer = np.full(len(times), MISSING, np.int64)
+    stack: list[tuple[int, int]] = []
+    pending = iter(zip(starts[useful].tolist(), ends[useful].tolist(), rows[useful].tolist(), strict=True))
+    upcoming = next(pending, None)
+    for position, time in zip(order.tolist(), ordered.tolist(), strict=True):
+        while upcoming is not None and upcoming[0] <= time:
+            stack.append((upcoming[1], upcoming[2]))
+            upcoming = next(pending, None)
+        while stack and stack[-1][0] < time:
+            stack.pop()
+        if stack:
+            answer[position] = stack[-1][1]
+    return answer
+
+
+def _first_match(keys: Ints, wanted: Ints) -> Ints:
+    """For each wanted value the first row of `keys` that has it, or -1; a wanted -1 is never found."""
+    if not len(keys):
+        return np.full(len(wanted), MISSING, np.int64)
+    order = np.argsort(keys, kind="stable")
+    place = np.searchsorted(keys[order], wanted)
+    row = order[np.minimum(place, len(keys) - 1)]
+    return np.where((keys[row] == wanted) & (wanted != MISSING), row, MISSING)
+
+
+def parse_source(frame: str) -> Source | None:
+    """A frame's name, such as `sglang/srt/layers/linear.py(141): forward`, if it is of a serving package.
+
+    The path is cut to begin at the package, so that it is the same wherever the package is installed.
+    """
+    found = re.match(r"(.*\.py)\((\d+)\): (.+)$", frame)
+    if found is None:
+        return None
+    path = found[1].replace("\\", "/")
+    for package in SERVING_PACKAGES:
+        at = max(path.rfind(f"/{package}/") + 1, 0 if path.startswith(f"{package}/") else -1)
+        if path.startswith(f"{package}/", at):
+            return Source(path[at:], int(found[2]), found[3])
+    return None
+
+
+def _innermost_sources(trace: Trace, launch: Ints) -> tuple[Ids, list[Source]]:
+    by_name = {number: source for number, name in enumerate(trace.names) if (source := parse_source(name))}
+    serving = np.zeros(len(trace.names) + 1, bool)
+    serving[list(by_name)] = True
+    frames = trace.frames.take(serving[trace.frames.name])
+    result = np.full(len(launch), MISSING, np.int32)
+    launched = np.flatnonzero(launch != MISSING)
+    rows = launch[launched]
+    around = enclosing(frames, trace.launches.thread[rows], trace.launches.start[rows])
+    known = around != MISSING
+    names = frames.name[around[known]]
+    used = sorted(set(names.tolist()))
+    sources = sorted({by_name[name] for name in used})
+    number_of = {name: sources.index(by_name[name]) for name in used}
+    result[launched[known]] = [number_of[name] for name in names.tolist()]
+    return result, sources

@@ -1,0 +1,45 @@
+"""What to do with JSON that is not quite JSON: profilers have written every kind below, and a trace is not taken twice.
+
+Seen in the field: unescaped quotes in a name (pytorch#113001, kineto#1459), control characters in a name
+(pytorch#136180), a bare N/A as value (kineto#131), NaN and Infinity, lone surrogates, text that is not UTF-8.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from typing import Any
+
+_BARE_WORD = re.compile(r'(?<=[:\[,])(\s*)(?:N/A|n/a|nan|inf|-inf|-nan|None|undefined)(?=\s*[,\]}])')
+# A name holds unescaped quotes: it ends at the last quote before the next member that Kineto writes.
+_NAME = re.compile(r'("name"\s*:\s*")(.*?)("\s*,\s*"(?:ph|cat|pid|tid|ts|dur|args|s|id|bp)"\s*:)', re.DOTALL)
+_LOOSE_QUOTE = re.compile(r'(?<!\\)((?:\\\\)*)"')
+_START = re.compile(rb'(?:\A|\}\s*,)\s*(?=\{\s*"(?:ph|name|cat|pid|tid|ts|args|id|s)"\s*:)')
+
+
+def lenient_object(text: bytes) -> dict[str, Any] | None:
+    """One JSON object out of text that may be malformed in the known ways, or None if it is beyond that."""
+    source = text.decode("utf-8", errors="replace")
+    for attempt in (source, _quote_names(_BARE_WORD.sub(r"\1null", source))):
+        try:
+            value = json.loads(attempt, strict=False)
+        except (ValueError, RecursionError):
+            continue
+        return value if isinstance(value, dict) else None
+    return None
+
+
+def split_events(text: bytes) -> Iterator[tuple[int, bytes]]:
+    """Cut a chunk that does not parse into its events, each with its offset in the chunk.
+
+    An event begins where a brace opens with a member that events begin with, so that braces inside a malformed string
+    do not begin one.
+    """
+    starts = [match.end() for match in _START.finditer(text)]
+    for start, end in zip(starts, [*starts[1:], len(text)], strict=True):
+        yield start, text[start:end].rstrip().removesuffix(b",").rstrip()
+
+
+def _quote_names(text: str) -> str:
+    return _NAME.sub(lambda match: match[1] + _LOOSE_QUOTE.sub(r'\1\\"', match[2]) + match[3], text)
