@@ -1,1 +1,1 @@
-"""Bytes on disk to columns in memory: one PyTorch profiler trace, decoded, linked, and nothing concluded from it yet."""
+"""Bytes on disk to columns in memory: one PyTorch profiler trace, decoded and linked, and nothing concluded yet."""

@@ -188,9 +188,7 @@ class TableBuilder:
             records.Frame: ("frames", lambda events, kind: {}),
         }
 
-    def _timed(
-        self, kind: type[Any], events: list[Any], columns: Callable[[list[Any], type[Any]], Columns]
-    ) -> Columns:
+    def _timed(self, kind: type[Any], events: list[Any], columns: Callable[[list[Any], type[Any]], Columns]) -> Columns:
         start = nanoseconds([event.ts for event in events])
         if (start == NO_TIME).any():
             self.without_time += int((start == NO_TIME).sum())
@@ -243,6 +241,4 @@ class TableBuilder:
 
 def _empty(table: type[Table]) -> Columns:
     narrow = ("name", "thread", "dims", "types", "strides", "grid", "block", "kind")
-    return {
-        column: np.empty(0, np.int32 if column in narrow else np.int64) for column in table.__dataclass_fields__
-    }
+    return {column: np.empty(0, np.int32 if column in narrow else np.int64) for column in table.__dataclass_fields__}

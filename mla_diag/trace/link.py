@@ -52,7 +52,10 @@ class Links:
 
     @cached_property
     def source(self) -> Ids:
-        """For each device event the number in `sources` of the innermost serving frame around its launch, or -1."""
+        """For each device event the number in `sources` of the innermost serving frame around its launch, or -1.
+
+        A kernel replayed from a graph has none: the frame around the replay is not what put the kernel into the graph.
+        """
         return self._frames[0]
 
     @cached_property
@@ -62,7 +65,7 @@ class Links:
 
     @cached_property
     def _frames(self) -> tuple[Ids, list[Source]]:
-        return _innermost_sources(self.trace, self.launch)
+        return _innermost_sources(self.trace, np.where(self.graph, MISSING, self.launch))
 
 
 def link(trace: Trace) -> Links:

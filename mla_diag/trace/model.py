@@ -188,7 +188,7 @@ class Trace:
         of_thread = np.array([distinct.index(label) if label is not None else -1 for label in labels])
         parts = []
         for number, label in enumerate(distinct):
-            tables = {
+            tables: dict[str, Any] = {
                 field.name: table.take(of_thread[table.thread] == number)
                 for field in dataclasses.fields(self)
                 if isinstance(table := getattr(self, field.name), Table)

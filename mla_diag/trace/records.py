@@ -1,8 +1,8 @@
 """The profiler's events as msgspec decodes them: one type a category, holding only the members that are read.
 
 Members change their type from event to event (`pid` is a number or "Spans", `grid` a list or a string, `bytes` a number
-or a string), so what is only compared is kept as raw JSON, and what is a number may come as text. Categories and members
-are Kineto's: libkineto/src/output_json.cpp.
+or a string), so what is only compared is kept as raw JSON, and what is a number may come as text. Categories and
+members are Kineto's: libkineto/src/output_json.cpp.
 """
 
 from __future__ import annotations

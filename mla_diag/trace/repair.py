@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-_BARE_WORD = re.compile(r'(?<=[:\[,])(\s*)(?:N/A|n/a|nan|inf|-inf|-nan|None|undefined)(?=\s*[,\]}])')
+_BARE_WORD = re.compile(r"(?<=[:\[,])(\s*)(?:N/A|n/a|nan|inf|-inf|-nan|None|undefined)(?=\s*[,\]}])")
 # A name holds unescaped quotes: it ends at the last quote before the next member that Kineto writes.
 _NAME = re.compile(r'("name"\s*:\s*")(.*?)("\s*,\s*"(?:ph|cat|pid|tid|ts|dur|args|s|id|bp)"\s*:)', re.DOTALL)
 _LOOSE_QUOTE = re.compile(r'(?<!\\)((?:\\\\)*)"')

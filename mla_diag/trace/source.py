@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from isal import isal_zlib
+from isal import igzip_lib, isal_zlib
 
 from mla_diag.errors import UnreadableInputError
 
@@ -64,10 +65,8 @@ class TraceBytes:
         finally:
             self._stop.set()
             while worker.is_alive():  # a consumer that leaves early must not leave the worker waiting for room
-                try:
+                with contextlib.suppress(queue.Empty):
                     blocks.get(timeout=0.05)
-                except queue.Empty:
-                    pass
             worker.join()
 
     def _fill(self, blocks: queue.Queue[bytes | BaseException | None]) -> None:
@@ -103,7 +102,7 @@ class TraceBytes:
                         member = isal_zlib.decompressobj(_GZIP_WBITS)
                     try:
                         text = member.decompress(piece)
-                    except isal_zlib.error as error:
+                    except igzip_lib.IsalError as error:
                         self.damage = f"the gzip data is damaged near byte {done + start:,} ({error})"
                         return
                     piece = member.unused_data

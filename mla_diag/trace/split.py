@@ -7,6 +7,7 @@ can fall on a string that looks like a border; the decoder notices, because no w
 from __future__ import annotations
 
 import re
+from collections import deque
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -125,11 +126,9 @@ def _last_border(text: bytes, before: int) -> re.Match[bytes] | None:
     window = 64 * 1024
     while True:
         start = max(0, before - window)
-        last = None
-        for last in _BORDER.finditer(text, start, before):
-            pass
-        if last is not None or start == 0:
-            return last
+        borders = deque(_BORDER.finditer(text, start, before), maxlen=1)
+        if borders or start == 0:
+            return borders[0] if borders else None
         window *= 8
 
 

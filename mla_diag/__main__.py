@@ -1,0 +1,5 @@
+"""`python -m mla_diag` is `mla-diag`."""
+
+from mla_diag.cli import main
+
+main()

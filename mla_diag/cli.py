@@ -1,0 +1,96 @@
+"""The command line: each command is one thin function that calls its module in `commands`.
+
+Those modules are imported when their command runs, because `--help` and shell completion should not wait for them.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from mla_diag._version import __version__
+from mla_diag.errors import MlaDiagError
+
+app = typer.Typer(
+    name="mla-diag",
+    help="Find, explain and fix what an MLA decode or prefill step wastes on a live SGLang server.",
+    no_args_is_help=True,
+    add_completion=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def _show_version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"mla-diag {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    pass
+
+
+@app.command()
+def explain(
+    paths: Annotated[
+        list[Path],
+        typer.Argument(metavar="PATH...", help="Traces (.json, .json.gz), directories of them, or glob patterns."),
+    ],
+    output_format: Annotated[str, typer.Option("--format", help="terminal or json.")] = "terminal",
+    output: Annotated[Path | None, typer.Option("-o", "--output", help="Write the report to this file.")] = None,
+    top: Annotated[int, typer.Option(min=1, help="Ops to print a stage; JSON has all of them.")] = 10,
+    stage: Annotated[str | None, typer.Option(help="Only decode, prefill, mixed or other steps.")] = None,
+    rank: Annotated[int | None, typer.Option(min=0, help="Only this rank.")] = None,
+    warmup: Annotated[int, typer.Option(min=0, help="Steps to leave out at the head of each stage.")] = 0,
+    sources: Annotated[bool, typer.Option(help="Read Python frames and name the line behind each op.")] = True,
+) -> None:
+    """Rank what a step spends its time on, per stage and rank, from recorded traces.
+
+    Exits with 0, with 2 for wrong options, with 3 if a trace could not be read.
+    """
+    from mla_diag.commands import explain as command
+
+    command.run(
+        paths,
+        output_format=command.parse_format(output_format),
+        output=output,
+        top=top,
+        stage=command.parse_stage(stage),
+        rank=rank,
+        warmup=warmup,
+        sources=sources,
+    )
+
+
+@app.command()
+def demo() -> None:
+    """Explain a recording that comes with mla-diag: an MLA server that copies its whole KV pool, every layer."""
+    from mla_diag.commands import demo as command
+
+    command.run()
+
+
+def main() -> None:
+    """Run the command line; errors meant for its user become one line and an exit code."""
+    try:
+        app()
+    except MlaDiagError as error:
+        for line in str(error).splitlines():
+            print(f"mla-diag: {line}", file=sys.stderr)
+        sys.exit(error.exit_code)
+    except BrokenPipeError:
+        # The reader of our output has gone, as `| head` does: that is no error, but Python would print one on exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(0)
+    except KeyboardInterrupt:
+        sys.exit(130)

@@ -1,0 +1,1 @@
+"""One module a command: what it asks of the rooms below, and the status it exits with."""

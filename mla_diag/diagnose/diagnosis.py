@@ -1,0 +1,182 @@
+"""What mla-diag says of traces: the one schema behind every output, as types.
+
+docs/report-schema.md documents the fields for readers of the JSON; `SCHEMA_VERSION` changes when they do.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from mla_diag._version import __version__
+from mla_diag.diagnose.step_spans import Stage, StepSource
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+SCHEMA_VERSION = 1
+
+
+class Tool(msgspec.Struct, frozen=True):
+    """Who made the report."""
+
+    name: str = "mla-diag"
+    version: str = __version__
+
+
+class Source(msgspec.Struct, frozen=True):
+    """The innermost serving function around a launch; `line` is where the function begins."""
+
+    file: str
+    line: int
+    function: str
+
+
+class KernelUse(msgspec.Struct, frozen=True):
+    """One kernel of an op; times in milliseconds, geometry in blocks and threads."""
+
+    kernel: str
+    launches_per_step: float
+    ms_per_step: float
+    grid: list[int] | None
+    block: list[int] | None
+
+
+class Op(msgspec.Struct, frozen=True):
+    """One row of the ranking: an op on inputs of one shape, launched from one place.
+
+    Attributes:
+        op: The CPU op that launched it, or None where no op did (graph replays, Triton and other direct launches).
+        kernel: Its kernel, or of several the one that takes the most time.
+        kernels: All of them, by time.
+        launched_by: `op`, `graph` (replayed from a CUDA or HIP graph), `direct` (no op around the launch) or `unknown`
+            (the launch is not in the trace).
+        launches_per_step: Device events a step.
+        calls_per_step: Calls of the op a step; equal to the launches where there is no op.
+        ms_per_step: Device time a step, overlaps in full.
+        share: Of the stage's device time a step, 0 to 1.
+        shapes: Of the tensors among the op's inputs; None where none were recorded.
+        dtypes: Of the same tensors.
+        bytes_per_launch: Device memory read and written by one launch, on average; None where it is not known.
+        bytes_source: `shapes` or `memcpy`: where the bytes come from.
+        source: Where it was launched from; None without Python stacks.
+    """
+
+    op: str | None
+    kernel: str
+    kernels: list[KernelUse]
+    launched_by: str
+    launches_per_step: float
+    calls_per_step: float
+    ms_per_step: float
+    share: float
+    shapes: list[list[int]] | None
+    dtypes: list[str | None] | None
+    bytes_per_launch: int | None
+    bytes_source: str | None
+    source: Source | None
+
+
+class StageReport(msgspec.Struct, frozen=True):
+    """What one stage of one rank does in a step; times in milliseconds.
+
+    Attributes:
+        stage: decode, prefill, mixed or other.
+        trace: Index into the report's traces.
+        rank: That trace's rank.
+        steps: Complete steps that the figures rest on.
+        steps_left_out: Incomplete steps, and warm-up steps where asked for.
+        step_source: What told the steps apart.
+        step_names: The distinct names of the steps and how many there are of each.
+        device_ms_per_step: The sum over device events; with overlaps on a stream this is more than `busy`.
+        device_ms_min: Of the step that took the least.
+        device_ms_max: Of the step that took the most.
+        busy_ms_per_step: Time in which at least one device event ran.
+        wall_ms_per_step: From a step's first device event to the next step's first, the median; for the only step of a
+            trace, to its last.
+        between_steps_ms_per_step: Device time of what was launched after a step and before the next: sampling, copies.
+        ops: By time.
+    """
+
+    stage: Stage
+    trace: int
+    rank: int | None
+    steps: int
+    steps_left_out: int
+    step_source: StepSource
+    step_names: dict[str, int]
+    device_ms_per_step: float
+    device_ms_min: float
+    device_ms_max: float
+    busy_ms_per_step: float
+    wall_ms_per_step: float
+    between_steps_ms_per_step: float
+    ops: list[Op]
+
+
+class TraceReport(msgspec.Struct, frozen=True):
+    """One trace, or one rank's part of a merged one.
+
+    Attributes:
+        path: As given.
+        rank: The global rank, or None where neither the trace nor its name says.
+        label: The rank's label in a merged trace.
+        device: The GPU's name.
+        events: Events in the file.
+        device_ms: Device time in the whole trace.
+        before_first_step_ms: Device time of what was launched before the first step.
+        left_out_ms: Device time in steps that do not count.
+        unattributed_ms: Device time whose launch is not in the trace and that no device span covers.
+        notes: What the trace could not tell, and what to do about it.
+    """
+
+    path: str
+    rank: int | None
+    label: str | None
+    device: str | None
+    events: int
+    device_ms: float
+    before_first_step_ms: float
+    left_out_ms: float
+    unattributed_ms: float
+    notes: list[str]
+
+
+class Diagnosis(msgspec.Struct, frozen=True):
+    """All that mla-diag says of some traces.
+
+    Attributes:
+        traces: What was read.
+        stages: One for each stage of each trace.
+        findings: What is wrong, worst first.
+        unreadable: A line for each path that gave no report.
+    """
+
+    traces: list[TraceReport]
+    stages: list[StageReport]
+    findings: list[Any] = []
+    unreadable: list[str] = []
+    schema_version: int = SCHEMA_VERSION
+    tool: Tool = Tool()
+
+    @property
+    def ops(self) -> pd.DataFrame:
+        """Every op of every stage, a row each, with its trace, rank and stage."""
+        import pandas as pd  # noqa: PLC0415 - half a second that only users of the library pay
+
+        rows = [
+            {"trace": stage.trace, "rank": stage.rank, "stage": stage.stage.value, **msgspec.structs.asdict(op)}
+            for stage in self.stages
+            for op in stage.ops
+        ]
+        columns = ["trace", "rank", "stage", *Op.__struct_fields__]
+        return pd.DataFrame(rows, columns=columns)
+
+    @property
+    def steps(self) -> pd.DataFrame:
+        """Every stage of every trace, a row each, without its ops."""
+        import pandas as pd  # noqa: PLC0415 - see `ops`
+
+        columns = [name for name in StageReport.__struct_fields__ if name != "ops"]
+        return pd.DataFrame([[getattr(stage, name) for name in columns] for stage in self.stages], columns=columns)

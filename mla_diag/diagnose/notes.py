@@ -1,0 +1,83 @@
+"""What a trace cannot tell, in sentences: each says what is missing, how much, and how to have it next time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from mla_diag.diagnose.step_spans import StepSource
+from mla_diag.diagnose.steps import Steps
+from mla_diag.trace.columns import MISSING
+from mla_diag.trace.link import Links
+from mla_diag.trace.model import Damage, Trace
+
+_SOME = 0.01  # below this share of a trace's device events a gap changes no figure that is printed
+
+
+def notes(trace: Trace, links: Links, steps: Steps) -> list[str]:
+    """Everything to know before trusting the figures of one rank's trace, the worst first."""
+    return [*_damage(trace.damage), *_missing_device(trace, links), *_steps(steps), *_missing_detail(trace, links)]
+
+
+def _damage(damage: Damage) -> Iterator[str]:
+    if damage.gzip:
+        yield f"{damage.gzip}; everything up to there is explained"
+    if damage.cut_at is not None:
+        yield (
+            f"the file is cut off: its JSON stops at byte {damage.cut_at:,} before the end of the events; "
+            "what was recorded after that is missing"
+        )
+    if damage.lost_events:
+        where = "" if damage.first_lost_at is None else f" (the first at byte {damage.first_lost_at:,} of the JSON)"
+        yield f"{_count(damage.lost_events, 'event')} could not be read and are left out{where}"
+    if damage.repaired_events:
+        yield f"{_count(damage.repaired_events, 'malformed event')} could be repaired and are counted"
+    if damage.clamped_durations:
+        yield f"{_count(damage.clamped_durations, 'event')} had a duration below zero or no number; it counts as 0"
+
+
+def _missing_device(trace: Trace, links: Links) -> Iterator[str]:
+    events = len(trace.device_events)
+    calls = int(np.isin(trace.launches.name, [n for n, name in enumerate(trace.names) if "LaunchKernel" in name]).sum())
+    if trace.damage.truncated and not events:
+        yield "no device event comes before the cut, so nothing can be said of device time"
+    elif calls > 10 * events:
+        yield (
+            f"{calls:,} kernel launches but only {_count(events, 'device event')}: while a CUDA graph is captured, "
+            "launches are recorded and nothing runs; explain a trace of its replay"
+        )
+    orphans = int((links.launch == MISSING).sum())
+    if orphans:
+        yield (
+            f"{orphans:,} of {events:,} device events have no launch in the trace: they count in a step only where a "
+            "device span covers them, else as unattributed"
+        )
+
+
+def _steps(steps: Steps) -> Iterator[str]:
+    if steps.spans.source is not StepSource.STEP_SPAN:
+        yield f"steps are told apart by {steps.spans.source.words}"
+    if incomplete := int((~steps.complete).sum()):
+        verb = "is" if incomplete == 1 else "are"
+        yield f"{_count(incomplete, 'step')} {verb} incomplete in this trace and left out of every figure"
+
+
+def _missing_detail(trace: Trace, links: Links) -> Iterator[str]:
+    events = len(trace.device_events)
+    replayed = int(links.graph.sum())
+    if replayed > _SOME * events:
+        yield (
+            f"{replayed:,} of {events:,} device events were replayed from CUDA graphs, which record no op, "
+            "shapes or stack: kernels are told apart by name and launch geometry"
+        )
+    if replayed < events and len(trace.ops) and not any(trace.values[n] for n in np.unique(trace.ops.dims).tolist()):
+        yield "no input shapes were recorded: profile with record_shapes=true to see them"
+    if len(trace.frames):
+        yield "Python stacks were recorded, which slows the host: wall time is longer than without them"
+    elif replayed < events:
+        yield "no Python stacks were recorded: profile with with_stack=true to see which line launches what"
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"

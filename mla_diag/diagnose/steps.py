@@ -1,0 +1,126 @@
+"""Which step each device event belongs to, and how long a step takes.
+
+An event belongs to the step whose host span holds its *launch*: SGLang's overlap scheduler launches step N+1 while the
+device still runs step N, so the clock would blame the wrong step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mla_diag.diagnose.step_spans import Stage, StepSpans, find_step_spans
+from mla_diag.trace.columns import MISSING, Ids, Ints
+from mla_diag.trace.link import Links, enclosing
+from mla_diag.trace.model import Table, Trace
+
+# A step is complete if it has this share of the device events that its launches promise.
+_COMPLETE = 0.99
+
+
+@dataclass(frozen=True)
+class Steps:
+    """The steps of one rank's trace and the step of each of its device events.
+
+    Attributes:
+        spans: Where the steps are.
+        inside: For each device event the step that launched it, or -1.
+        after: For each device event launched between two steps the one before, or -1: sampling, result copies.
+        counted: For each step whether the figures rest on it: it is complete, and no warm-up.
+        complete: For each step whether the trace holds all that it launched.
+    """
+
+    spans: StepSpans
+    inside: Ints
+    after: Ints
+    counted: NDArray[np.bool_]
+    complete: NDArray[np.bool_]
+
+    def of(self, stage: Stage) -> Ints:
+        """The counted steps of a stage."""
+        return np.array([n for n, s in enumerate(self.spans.stages) if s is stage and self.counted[n]], np.int64)
+
+
+def find_steps(trace: Trace, links: Links, warmup: int = 0) -> Steps:
+    """Place every device event.
+
+    Args:
+        trace: One rank's trace.
+        links: Its links.
+        warmup: Steps to leave out at the head of each stage, whose first is often a ramp-up (sglang#38067).
+    """
+    spans = find_step_spans(trace, links)
+    events, launches = trace.device_events, trace.launches
+    inside, after = np.full(len(events), MISSING, np.int64), np.full(len(events), MISSING, np.int64)
+
+    launched = np.flatnonzero(links.launch != MISSING)
+    rows = links.launch[launched]
+    inside[launched] = _step_at(spans, launches.thread[rows], launches.start[rows])
+    outside = launched[inside[launched] == MISSING]
+    before = np.searchsorted(spans.start, launches.start[links.launch[outside]], "right") - 1
+    after[outside] = before  # -1 is launched before the first step
+
+    orphans = np.flatnonzero(links.launch == MISSING)
+    span = enclosing(spans.device_spans, events.thread[orphans], events.start[orphans])
+    inside[orphans[span != MISSING]] = spans.device_step[span[span != MISSING]]
+
+    complete = _complete(trace, links, spans, inside)
+    return Steps(spans, inside, after, _counted(spans, complete, warmup), complete)
+
+
+def _step_at(spans: StepSpans, threads: Ids, times: Ints) -> Ints:
+    """The step whose span on the same thread holds each instant, else on any: a forward may have its own thread."""
+    table = Table(np.zeros(len(spans), np.int32), spans.thread, spans.start, np.maximum(spans.end - spans.start - 1, 0))
+    step = enclosing(table, threads, times)
+    left = np.flatnonzero(step == MISSING)
+    anywhere = Table(table.name, np.zeros_like(table.thread), table.start, table.duration)
+    step[left] = enclosing(anywhere, np.zeros(len(left), np.int32), times[left])
+    return step
+
+
+def _complete(trace: Trace, links: Links, spans: StepSpans, inside: Ints) -> NDArray[np.bool_]:
+    """Whether the trace holds what each step launched; a trace that is cut off loses its last device events.
+
+    A step is measured against the fullest step of the same name: by the share of its calls that led to a device event,
+    and by the device events of its graph launches.
+    """
+    calls = np.flatnonzero(np.isin(trace.launches.name, _launching_names(trace, links)))
+    call_step = _step_at(spans, trace.launches.thread[calls], trace.launches.start[calls])
+    seen = np.isin(calls, links.launch)
+    graph_events = np.bincount(inside[links.graph & (inside != MISSING)], minlength=len(spans))
+    complete = np.ones(len(spans), bool)
+    for name in set(spans.names):
+        steps = np.array([number for number, other in enumerate(spans.names) if other == name])
+        made = np.array([(call_step == step).sum() for step in steps])
+        found = np.array([seen[call_step == step].sum() for step in steps])
+        share = found / np.maximum(made, 1)
+        best = 1.0 if trace.damage.truncated else share.max()
+        complete[steps] = (share >= _COMPLETE * best) & (graph_events[steps] >= _COMPLETE * graph_events[steps].max())
+    return complete
+
+
+def _launching_names(trace: Trace, links: Links) -> Ids:
+    """The calls that launch device work: those that did so in this trace, or are known to."""
+    did = np.unique(trace.launches.name[links.launch[links.launch != MISSING]])
+    known = [number for number, name in enumerate(trace.names) if "LaunchKernel" in name or "GraphLaunch" in name]
+    return np.union1d(did, np.array(known, np.int32)).astype(np.int32)
+
+
+def _counted(spans: StepSpans, complete: NDArray[np.bool_], warmup: int) -> NDArray[np.bool_]:
+    counted = complete.copy()
+    for stage in Stage:
+        steps = [number for number, other in enumerate(spans.stages) if other is stage]
+        counted[steps[:warmup]] = False
+    return counted
+
+
+def busy(start: Ints, end: Ints) -> int:
+    """The length of the union of intervals: nanoseconds in which at least one of them ran."""
+    if not len(start):
+        return 0
+    order = np.argsort(start, kind="stable")
+    start, end = start[order], np.maximum.accumulate(end[order])
+    gaps = start[1:] - end[:-1]
+    return int(end[-1] - start[0] - gaps[gaps > 0].sum())

@@ -1,0 +1,17 @@
+"""The diagnosis as JSON: what docs/report-schema.md describes, the same for every command."""
+
+from __future__ import annotations
+
+import msgspec
+
+from mla_diag.diagnose.diagnosis import Diagnosis
+
+
+def render_json(diagnosis: Diagnosis) -> str:
+    """The report as indented JSON text, ending in a newline.
+
+    Schema version and tool come first, so that a reader can decide what to make of the rest.
+    """
+    fields = msgspec.to_builtins(diagnosis)
+    first = {name: fields.pop(name) for name in ("schema_version", "tool")}
+    return msgspec.json.format(msgspec.json.encode(first | fields), indent=2).decode() + "\n"
