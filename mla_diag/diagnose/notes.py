@@ -58,7 +58,9 @@ def _missing_device(trace: Trace, links: Links) -> Iterator[str]:
 def _steps(steps: Steps) -> Iterator[str]:
     if steps.spans.source is not StepSource.STEP_SPAN:
         yield f"steps are told apart by {steps.spans.source.words}"
-    if incomplete := int((~steps.complete).sum()):
+    if steps.counted.any() and not steps.complete.any():
+        yield "no step is complete in this trace: the figures are of parts of steps, and lower than those of whole ones"
+    elif incomplete := int((~steps.complete).sum()):
         verb = "is" if incomplete == 1 else "are"
         yield f"{_count(incomplete, 'step')} {verb} incomplete in this trace and left out of every figure"
 

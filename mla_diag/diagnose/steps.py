@@ -28,7 +28,8 @@ class Steps:
         spans: Where the steps are.
         inside: For each device event the step that launched it, or -1.
         after: For each device event launched between two steps the one before, or -1: sampling, result copies.
-        counted: For each step whether the figures rest on it: it is complete, and no warm-up.
+        counted: For each step whether the figures rest on it: it is complete, and no warm-up. Where a cut has left no
+            step complete, those that have any device event count.
         complete: For each step whether the trace holds all that it launched.
     """
 
@@ -67,7 +68,8 @@ def find_steps(trace: Trace, links: Links, warmup: int = 0) -> Steps:
     inside[orphans[span != MISSING]] = spans.device_step[span[span != MISSING]]
 
     complete = _complete(trace, links, spans, inside)
-    return Steps(spans, inside, after, _counted(spans, complete, warmup), complete)
+    usable = complete if complete.any() else np.isin(np.arange(len(spans)), inside)
+    return Steps(spans, inside, after, _without_warmup(spans, usable, warmup), complete)
 
 
 def _step_at(spans: StepSpans, threads: Ids, times: Ints) -> Ints:
@@ -81,24 +83,42 @@ def _step_at(spans: StepSpans, threads: Ids, times: Ints) -> Ints:
 
 
 def _complete(trace: Trace, links: Links, spans: StepSpans, inside: Ints) -> NDArray[np.bool_]:
-    """Whether the trace holds what each step launched; a trace that is cut off loses its last device events.
+    """Whether the trace holds what each step launched.
 
     A step is measured against the fullest step of the same name: by the share of its calls that led to a device event,
-    and by the device events of its graph launches.
+    and by the device events of its graph launches. In a trace that is cut off the calls are missing as well, so there
+    a step also needs as many device events as its like, and one launched after it.
     """
     calls = np.flatnonzero(np.isin(trace.launches.name, _launching_names(trace, links)))
     call_step = _step_at(spans, trace.launches.thread[calls], trace.launches.start[calls])
-    seen = np.isin(calls, links.launch)
-    graph_events = np.bincount(inside[links.graph & (inside != MISSING)], minlength=len(spans))
+    placed = call_step != MISSING
+    made = np.bincount(call_step[placed], minlength=len(spans))
+    found = np.bincount(call_step[placed & np.isin(calls, links.launch)], minlength=len(spans))
+    share = found / np.maximum(made, 1)
+    in_step = inside != MISSING
+    events = np.bincount(inside[in_step], minlength=len(spans))
+    graph_events = np.bincount(inside[links.graph & in_step], minlength=len(spans))
+
     complete = np.ones(len(spans), bool)
     for name in set(spans.names):
         steps = np.array([number for number, other in enumerate(spans.names) if other == name])
-        made = np.array([(call_step == step).sum() for step in steps])
-        found = np.array([seen[call_step == step].sum() for step in steps])
-        share = found / np.maximum(made, 1)
-        best = 1.0 if trace.damage.truncated else share.max()
-        complete[steps] = (share >= _COMPLETE * best) & (graph_events[steps] >= _COMPLETE * graph_events[steps].max())
+        complete[steps] &= share[steps] >= _COMPLETE * share[steps].max()
+        complete[steps] &= graph_events[steps] >= _COMPLETE * graph_events[steps].max()
+        if trace.damage.truncated:
+            complete[steps] &= (share[steps] >= _COMPLETE) & (events[steps] >= _COMPLETE * events[steps].max())
+    if trace.damage.truncated:
+        complete &= spans.end <= _last_launch(trace, links)
     return complete
+
+
+def _last_launch(trace: Trace, links: Links) -> int:
+    """When the last launch was of the events on the busiest stream; a file holds those in their order."""
+    streams, busiest = np.unique(trace.device_events.stream, return_inverse=True)
+    launched = links.launch != MISSING
+    if not launched.any():
+        return int(np.iinfo(np.int64).min)
+    main = launched & (busiest == np.bincount(busiest[launched], minlength=len(streams)).argmax())
+    return int(trace.launches.start[links.launch[main]].max())
 
 
 def _launching_names(trace: Trace, links: Links) -> Ids:
@@ -108,8 +128,8 @@ def _launching_names(trace: Trace, links: Links) -> Ids:
     return np.union1d(did, np.array(known, np.int32)).astype(np.int32)
 
 
-def _counted(spans: StepSpans, complete: NDArray[np.bool_], warmup: int) -> NDArray[np.bool_]:
-    counted = complete.copy()
+def _without_warmup(spans: StepSpans, usable: NDArray[np.bool_], warmup: int) -> NDArray[np.bool_]:
+    counted = usable.copy()
     for stage in Stage:
         steps = [number for number, other in enumerate(spans.stages) if other is stage]
         counted[steps[:warmup]] = False

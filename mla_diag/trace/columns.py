@@ -50,8 +50,8 @@ def nanoseconds(texts: Sequence[msgspec.Raw]) -> Ints:
     joined = b",".join(texts)
     try:
         if b"." not in joined and b"e" not in joined:
-            whole_micros: Ints = np.array(msgspec.json.decode(b"[" + joined + b"]", type=list[int]), np.int64)
-            return np.multiply(whole_micros, 1000)
+            exact: Ints = np.array(msgspec.json.decode(b"[" + joined + b"]", type=list[int]), np.int64) * 1000
+            return exact
         micros = np.array(msgspec.json.decode(b"[" + joined + b"]", type=list[float]))
     except (msgspec.MsgspecError, OverflowError):
         return np.fromiter(map(_nanoseconds_of_one, texts), np.int64, len(texts))

@@ -8,7 +8,8 @@ import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from isal import igzip_lib, isal_zlib
+from isal import isal_zlib
+from isal.igzip_lib import IsalError
 
 from mla_diag.errors import UnreadableInputError
 
@@ -102,7 +103,7 @@ class TraceBytes:
                         member = isal_zlib.decompressobj(_GZIP_WBITS)
                     try:
                         text = member.decompress(piece)
-                    except igzip_lib.IsalError as error:
+                    except IsalError as error:  # type: ignore[misc] - its stub calls it a variable
                         self.damage = f"the gzip data is damaged near byte {done + start:,} ({error})"
                         return
                     piece = member.unused_data
