@@ -58,7 +58,8 @@ def nanoseconds(texts: Sequence[msgspec.Raw]) -> Ints:
     if micros.size and np.abs(micros).max() >= _EXACT_IN_DOUBLE:
         return np.fromiter(map(_nanoseconds_of_one, texts), np.int64, len(texts))
     whole = np.floor(micros)
-    return whole.astype(np.int64) * 1000 + np.rint((micros - whole) * 1000).astype(np.int64)
+    nanos: Ints = whole.astype(np.int64) * 1000 + np.rint((micros - whole) * 1000).astype(np.int64)
+    return nanos
 
 
 def durations(micros: Sequence[float]) -> tuple[Ints, int]:

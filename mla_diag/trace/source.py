@@ -103,7 +103,7 @@ class TraceBytes:
                         member = isal_zlib.decompressobj(_GZIP_WBITS)
                     try:
                         text = member.decompress(piece)
-                    except IsalError as error:  # type: ignore[misc] - its stub calls it a variable
+                    except IsalError as error:  # type: ignore[misc]  # its stub declares a variable
                         self.damage = f"the gzip data is damaged near byte {done + start:,} ({error})"
                         return
                     piece = member.unused_data
