@@ -78,6 +78,9 @@ class Op(msgspec.Struct, frozen=True):
     source: Source | None
 
 
+_OP_COLUMNS = [name for name in Op.__struct_fields__ if name not in ("kernels", "source")]
+
+
 class StageReport(msgspec.Struct, frozen=True):
     """What one stage of one rank does in a step; times in milliseconds.
 
@@ -162,16 +165,17 @@ class Diagnosis(msgspec.Struct, frozen=True):
 
     @property
     def ops(self) -> pd.DataFrame:
-        """Every op of every stage, a row each, with its trace, rank and stage."""
+        """Every op of every stage, a row each: its trace, rank and stage, its fields, its source in three columns."""
         import pandas as pd  # noqa: PLC0415 - half a second that only users of the library pay
 
-        rows = [
-            {"trace": stage.trace, "rank": stage.rank, "stage": stage.stage.value, **msgspec.structs.asdict(op)}
-            for stage in self.stages
-            for op in stage.ops
-        ]
-        columns = ["trace", "rank", "stage", *Op.__struct_fields__]
-        return pd.DataFrame(rows, columns=columns)
+        rows = []
+        for stage in self.stages:
+            for op in stage.ops:
+                row = {"trace": stage.trace, "rank": stage.rank, "stage": stage.stage.value}
+                row |= {name: getattr(op, name) for name in _OP_COLUMNS}
+                row |= {name: getattr(op.source, name, None) for name in Source.__struct_fields__}
+                rows.append(row)
+        return pd.DataFrame(rows, columns=["trace", "rank", "stage", *_OP_COLUMNS, *Source.__struct_fields__])
 
     @property
     def steps(self) -> pd.DataFrame:
@@ -179,4 +183,5 @@ class Diagnosis(msgspec.Struct, frozen=True):
         import pandas as pd  # noqa: PLC0415 - see `ops`
 
         columns = [name for name in StageReport.__struct_fields__ if name != "ops"]
-        return pd.DataFrame([[getattr(stage, name) for name in columns] for stage in self.stages], columns=columns)
+        plain = [msgspec.to_builtins(stage) for stage in self.stages]
+        return pd.DataFrame([[stage[name] for name in columns] for stage in plain], columns=columns)
