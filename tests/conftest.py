@@ -1,0 +1,26 @@
+"""Where tests find recorded traces."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+
+
+@pytest.fixture(scope="session")
+def recordings() -> Path:
+    """The recorded traces that come with the repository."""
+    return REPOSITORY / "traces"
+
+
+@pytest.fixture(scope="session")
+def shared_traces() -> Path:
+    """Recorded traces that are not ours to give away: beside the repository, or where MLA_DIAG_SHARED_TRACES says."""
+    given = os.environ.get("MLA_DIAG_SHARED_TRACES")
+    path = Path(given) if given else REPOSITORY.parent / "shared" / "traces"
+    if not path.is_dir():
+        pytest.skip(f"no shared traces at {path}; MLA_DIAG_SHARED_TRACES may name another place")
+    return path

@@ -1,0 +1,1 @@
+"""Tests of mla_diag.trace, one module each."""
