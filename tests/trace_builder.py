@@ -229,7 +229,9 @@ class TraceBuilder:
             whole = {**self.metadata, "traceEvents": self.events, "traceName": "trace.json"}
             return msgspec.json.format(_json.encode(whole), indent=0)
         events = b"\n  " + b",\n  ".join(map(_kineto_event, self.events)) + b"\n  " if self.events else b"\n  "
-        metadata = b"".join(b'"%s": %s,\n  ' % (key.encode(), _json.encode(value)) for key, value in self.metadata.items())
+        metadata = b"".join(
+            b'"%s": %s,\n  ' % (key.encode(), _json.encode(value)) for key, value in self.metadata.items()
+        )
         if layout is Layout.METADATA_LAST:
             trailer = metadata.rstrip().removesuffix(b",")
             return b'{\n  "traceEvents": [' + events + b"],\n  " + trailer + b"\n}\n"

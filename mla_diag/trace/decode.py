@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import msgspec
 import numpy as np
 
+from mla_diag.errors import UnreadableInputError
 from mla_diag.trace import records
 from mla_diag.trace.columns import NO_TIME, Interner, durations, integers, nanoseconds
 from mla_diag.trace.model import Damage, DeviceEvents, DeviceKind, Frames, Launches, Ops, Spans, Table, Trace
@@ -43,6 +44,9 @@ def read_trace(path: Path, *, frames: bool = True, progress: Progress | None = N
     tables = TableBuilder()
     for chunk in chunks:
         tables.add(decoder.decode(chunk))
+    if not decoder.count and (decoder.lost or chunks.cut_at is not None):
+        where = "cut off before its first event ends" if chunks.cut_at is not None else "no event in it can be read"
+        raise UnreadableInputError(f"{path}: {where}; capture it again, or copy it again if it was being written")
     return tables.trace(
         path,
         chunks.metadata,

@@ -1,0 +1,59 @@
+"""The terminal report at the widths that people have, and in a pipe."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+import mla_diag
+from mla_diag.diagnose.diagnosis import Diagnosis
+from mla_diag.report.terminal import print_report
+
+
+@pytest.fixture(scope="module")
+def diagnosis(recordings: Path) -> Diagnosis:
+    return mla_diag.explain(recordings / "base-eager-decode-stack.trace.json.gz")
+
+
+def printed(diagnosis: Diagnosis, width: int | None, top: int = 3) -> list[str]:
+    file = io.StringIO()
+    print_report(diagnosis, Console(file=file, width=width, force_terminal=width is not None, color_system=None), top)
+    return file.getvalue().splitlines()
+
+
+@pytest.mark.parametrize("width", [60, 80, 119, 120, 160, 240])
+def test_no_line_is_wider_than_the_terminal(diagnosis: Diagnosis, width: int):
+    assert max(map(len, printed(diagnosis, width))) <= width
+
+
+@pytest.mark.parametrize("width", [80, 160, None])
+def test_the_worst_op_shows_its_cost_shape_and_line(diagnosis: Diagnosis, width: int | None):
+    text = "\n".join(printed(diagnosis, width))
+    for part in ("67.64", "92.1%", "78", "aten::copy_", "forward_decode", "73.45 ms"):
+        assert part in text
+    if width != 160:
+        assert "[495553,1,576] BFloat16 from Float8_e4m3fn" in text
+        assert "flashinfer_mla_backend.py:616 forward_decode" in text
+
+
+def test_a_pipe_gets_one_whole_line_an_op(diagnosis: Diagnosis):
+    (row,) = [line for line in printed(diagnosis, None) if "aten::copy_" in line and "856.3 MB" in line]
+    assert row.split()[:3] == ["67.64", "92.1%", "78"]
+    assert row.endswith("attention/flashinfer_mla_backend.py:616 forward_decode")
+    assert "…" not in row
+
+
+def test_what_is_not_shown_is_summed(diagnosis: Diagnosis):
+    stage = diagnosis.stages[0]
+    rest = printed(diagnosis, None)[-1]
+    assert rest.split()[0] == f"{sum(op.ms_per_step for op in stage.ops[3:]):.3f}"
+    assert f"in {len(stage.ops) - 3} more ops" in rest
+    assert not any("more ops" in line for line in printed(diagnosis, None, top=len(stage.ops)))
+
+
+def test_notes_are_printed(recordings: Path):
+    given = mla_diag.explain(recordings / "base-graph-decode.trace.json.gz")
+    assert any(line.startswith("note: 7,045 of 7,144 device events were replayed") for line in printed(given, None))
