@@ -5,18 +5,25 @@ from __future__ import annotations
 import glob
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
-from mla_diag.diagnose.diagnosis import Diagnosis, Op, StageReport, TraceReport
+from mla_diag.diagnose.attention import copies_before_attention
+from mla_diag.diagnose.case import StageCase
+from mla_diag.diagnose.diagnosis import Diagnosis, Finding, Op, StageReport, TraceReport
+from mla_diag.diagnose.gpu import gpu_of
 from mla_diag.diagnose.notes import notes
-from mla_diag.diagnose.ranking import rank_ops
+from mla_diag.diagnose.pool import Pool, find_pool, pool_from_geometry
+from mla_diag.diagnose.ranking import RankedOp, rank_ops
+from mla_diag.diagnose.rules import RULES
+from mla_diag.diagnose.server_info import ServerInfo
 from mla_diag.diagnose.step_spans import Stage, describe_batch
 from mla_diag.diagnose.steps import Steps, busy, find_steps
 from mla_diag.errors import UnreadableInputError, UsageError
 from mla_diag.trace.columns import MISSING, Ints
 from mla_diag.trace.decode import read_trace
-from mla_diag.trace.link import link
+from mla_diag.trace.link import Links, link
 from mla_diag.trace.model import Trace
 
 Progress = Callable[[Path, int, int], None]
@@ -33,6 +40,7 @@ def explain(
     rank: int | None = None,
     warmup: int = 0,
     sources: bool = True,
+    server: ServerInfo | None = None,
     progress: Progress | None = None,
 ) -> Diagnosis:
     """Say where the steps in some traces spend their time.
@@ -43,6 +51,7 @@ def explain(
         rank: Report this rank only.
         warmup: Steps to leave out at the head of each stage.
         sources: Whether to name the function that launched each op, which takes reading the Python frames.
+        server: What the server that was traced says of itself (see `mla_diag.diagnose.server_info`).
         progress: Told how far reading is.
 
     Raises:
@@ -52,15 +61,17 @@ def explain(
     wanted = None if stage is None else Stage(stage)
     traces: list[TraceReport] = []
     stages: list[StageReport] = []
+    findings: list[Finding] = []
     unreadable: list[str] = []
     for path in find_traces([paths] if isinstance(paths, (str, Path)) else paths):
         try:
             report = None if progress is None else _for_file(progress, path)
             for trace in read_trace(path, frames=sources, progress=report).by_rank():
                 if rank is None or trace.rank == rank:
-                    summary, of_trace = explain_trace(trace, len(traces), warmup)
-                    traces.append(summary)
-                    stages += [entry for entry in of_trace if wanted in (None, entry.stage)]
+                    found = explain_trace(trace, len(traces), warmup, server)
+                    traces.append(found.summary)
+                    stages += [entry for entry in found.stages if wanted in (None, entry.stage)]
+                    findings += [entry for entry in found.findings if wanted in (None, entry.stage)]
         except UnreadableInputError as error:
             unreadable.append(str(error))
     if not traces:
@@ -69,7 +80,8 @@ def explain(
         raise UsageError(f"no trace of rank {rank} among those given; leave --rank out to see which there are")
     if wanted is not None and not stages:
         raise UsageError(f"no {wanted.value} steps in these traces; leave --stage out to see which there are")
-    return Diagnosis(traces=traces, stages=stages, unreadable=unreadable)
+    findings.sort(key=lambda finding: -(finding.cost_ms_per_step or 0.0))
+    return Diagnosis(traces=traces, stages=stages, findings=findings, unreadable=unreadable)
 
 
 def find_traces(paths: Iterable[str | Path]) -> list[Path]:
@@ -94,13 +106,22 @@ def find_traces(paths: Iterable[str | Path]) -> list[Path]:
     return list(found)
 
 
-def explain_trace(trace: Trace, index: int = 0, warmup: int = 0) -> tuple[TraceReport, list[StageReport]]:
+class TraceDiagnosis(NamedTuple):
+    """What is said of one rank's trace."""
+
+    summary: TraceReport
+    stages: list[StageReport]
+    findings: list[Finding]
+
+
+def explain_trace(trace: Trace, index: int = 0, warmup: int = 0, server: ServerInfo | None = None) -> TraceDiagnosis:
     """Explain one rank's trace.
 
     Args:
         trace: The trace.
         index: Its place among the traces of a diagnosis.
         warmup: Steps to leave out at the head of each stage.
+        server: What the server says of itself.
 
     Raises:
         UnreadableInputError: It holds no device work, and not because it was cut off.
@@ -132,21 +153,36 @@ def explain_trace(trace: Trace, index: int = 0, warmup: int = 0) -> tuple[TraceR
         unattributed_ms=milliseconds((placed == MISSING) & ~launched),
         notes=notes(trace, links, steps),
     )
-    present = [stage for stage in Stage if len(steps.of(stage))]
-    reports = []
-    for stage in present:
-        chosen = steps.of(stage)
-        inside = [np.flatnonzero(steps.inside == step) for step in chosen]
-        ops = rank_ops(trace, links, np.concatenate(inside), len(chosen))
-        reports.append(_stage_report(trace, steps, stage, index, inside, ops))
-    return summary, reports
+    ranked = {stage: _ranked(trace, links, steps, stage) for stage in Stage if len(steps.of(stage))}
+    gpu, pool = gpu_of(trace), _pool(trace, steps, ranked, server)
+    reports, findings = [], []
+    for stage, rows in ranked.items():
+        report = _stage_report(trace, steps, stage, index, [row.op for row in rows])
+        case = StageCase(trace, links, steps, report, rows, gpu, pool, server)
+        findings += [finding for rule in RULES.values() for finding in rule(case)]
+        reports.append(report)
+    return TraceDiagnosis(summary, reports, findings)
 
 
-def _stage_report(
-    trace: Trace, steps: Steps, stage: Stage, index: int, inside: list[Ints], ops: list[Op]
-) -> StageReport:
+def _ranked(trace: Trace, links: Links, steps: Steps, stage: Stage) -> list[RankedOp]:
+    chosen = steps.of(stage)
+    return rank_ops(trace, links, np.flatnonzero(np.isin(steps.inside, chosen)), len(chosen))
+
+
+def _pool(trace: Trace, steps: Steps, ranked: dict[Stage, list[RankedOp]], server: ServerInfo | None) -> Pool | None:
+    """The pool, by the server or by shapes, else by what is copied before attention."""
+    names = [name for number, name in enumerate(steps.spans.names) if steps.counted[number]]
+    pool = find_pool((row.op for rows in ranked.values() for row in rows), names, server)
+    if pool is None:
+        events = np.flatnonzero((steps.inside != MISSING) & steps.counted[steps.inside])
+        pool = pool_from_geometry([copy.elements.most for copy in copies_before_attention(trace, events)], names)
+    return pool
+
+
+def _stage_report(trace: Trace, steps: Steps, stage: Stage, index: int, ops: list[Op]) -> StageReport:
     events, chosen = trace.device_events, steps.of(stage)
     count = len(chosen)
+    inside = [np.flatnonzero(steps.inside == step) for step in chosen]
     device = [float(events.duration[rows].sum()) / _NANOS_PER_MS for rows in inside]
     union = sum(busy(events.start[rows], events.end[rows]) for rows in inside)
     of_stage = [number for number, other in enumerate(steps.spans.stages) if other is stage]

@@ -9,12 +9,20 @@ import msgspec
 import numpy as np
 
 from mla_diag.diagnose.diagnosis import KernelUse, Op, Source
+from mla_diag.diagnose.geometry import bytes_moved
 from mla_diag.diagnose.traffic import bytes_from_shapes, bytes_of_memcpy, tensors
 from mla_diag.trace.columns import MISSING, Ints
 from mla_diag.trace.link import Links
 from mla_diag.trace.model import DeviceKind, Trace
 
 _NANOS_PER_MS = 1e6
+
+
+class RankedOp(NamedTuple):
+    """A row of the ranking and the device events behind it."""
+
+    op: Op
+    events: Ints
 
 
 class _Row(NamedTuple):
@@ -26,7 +34,7 @@ class _Row(NamedTuple):
     source: int
 
 
-def rank_ops(trace: Trace, links: Links, events: Ints, steps: int) -> list[Op]:
+def rank_ops(trace: Trace, links: Links, events: Ints, steps: int) -> list[RankedOp]:
     """Rank what some steps of one stage launched.
 
     Events are one row if they were launched by the same op with the same shapes and types from the same function; where
@@ -39,8 +47,8 @@ def rank_ops(trace: Trace, links: Links, events: Ints, steps: int) -> list[Op]:
         steps: How many steps they are of.
     """
     total = trace.device_events.duration[events].sum()
-    ops = [_op(trace, links, row, steps, int(total)) for row in _rows(trace, links, events)]
-    return sorted(ops, key=lambda op: (-op.ms_per_step, op.kernel))
+    ranked = [RankedOp(_op(trace, links, row, steps, int(total)), row.events) for row in _rows(trace, links, events)]
+    return sorted(ranked, key=lambda row: (-row.op.ms_per_step, row.op.kernel))
 
 
 def _rows(trace: Trace, links: Links, events: Ints) -> Iterator[_Row]:
@@ -76,8 +84,15 @@ def _op(trace: Trace, links: Links, row: _Row, steps: int, total: int) -> Op:
     inputs = None
     if op is not None:
         inputs = tensors(*(trace.values[c[row.op]] for c in (trace.ops.dims, trace.ops.types, trace.ops.strides)))
-    moved, moved_source = _bytes(trace, row.events)
-    if moved is None and op is not None and inputs and (per_call := bytes_from_shapes(op, inputs)) is not None:
+    moved, moved_source = _bytes_of_copies(trace, row.events)
+    if moved is None and op is None:
+        moved, moved_source = _bytes_from_geometry(kernels, steps)
+    if (
+        moved is None
+        and op is not None
+        and inputs
+        and (per_call := bytes_from_shapes(op, inputs, kernels[0].kernel)) is not None
+    ):
         moved, moved_source = per_call * calls, "shapes"
     if op is not None:
         launched_by = "op"
@@ -103,6 +118,12 @@ def _op(trace: Trace, links: Links, row: _Row, steps: int, total: int) -> Op:
     )
 
 
+def launch_extents(trace: Trace, event: int) -> tuple[list[int] | None, list[int] | None]:
+    """The grid and block of one device event, in blocks and threads."""
+    table = trace.device_events
+    return _extents(trace.values[table.grid[event]]), _extents(trace.values[table.block[event]])
+
+
 def _kernels(trace: Trace, events: Ints, steps: int) -> list[KernelUse]:
     table = trace.device_events
     keys = np.stack([column[events].astype(np.int64) for column in (table.name, table.grid, table.block)])
@@ -120,7 +141,7 @@ def _kernels(trace: Trace, events: Ints, steps: int) -> list[KernelUse]:
     ]
 
 
-def _bytes(trace: Trace, events: Ints) -> tuple[int | None, str | None]:
+def _bytes_of_copies(trace: Trace, events: Ints) -> tuple[int | None, str | None]:
     """What memcpys and memsets moved, if the row is nothing else and all of them say."""
     table = trace.device_events
     sizes = table.bytes[events]
@@ -129,6 +150,15 @@ def _bytes(trace: Trace, events: Ints) -> tuple[int | None, str | None]:
     names = table.name[events].tolist()
     moved = sum(bytes_of_memcpy(trace.names[name], size) for name, size in zip(names, sizes.tolist(), strict=True))
     return moved, "memcpy"
+
+
+def _bytes_from_geometry(kernels: list[KernelUse], steps: int) -> tuple[int | None, str | None]:
+    """What kernels moved by their names and launches, if all of them tell."""
+    parts = [(use, bytes_moved(use.kernel, use.grid, use.block)) for use in kernels]
+    moved = [(use.launches_per_step * steps * part.total, part.least) for use, part in parts if part is not None]
+    if not moved or len(moved) < len(parts):
+        return None, None
+    return round(sum(total for total, _ in moved)), "geometry-least" if any(least for _, least in moved) else "geometry"
 
 
 def _extents(text: bytes) -> list[int] | None:
