@@ -50,7 +50,7 @@ class Table:
 
 @dataclass(frozen=True)
 class Frames(Table):
-    """Python frames, where the trace has them and they were asked for."""
+    """Python frames of serving packages, where the trace has them and they were asked for."""
 
 
 @dataclass(frozen=True)

@@ -15,15 +15,22 @@ _BARE_WORD = re.compile(r"(?<=[:\[,])(\s*)(?:N/A|n/a|nan|inf|-inf|-nan|None|unde
 # A name holds unescaped quotes: it ends at the last quote before the next member that Kineto writes.
 _NAME = re.compile(r'("name"\s*:\s*")(.*?)("\s*,\s*"(?:ph|cat|pid|tid|ts|dur|args|s|id|bp)"\s*:)', re.DOTALL)
 _LOOSE_QUOTE = re.compile(r'(?<!\\)((?:\\\\)*)"')
-_START = re.compile(rb'(?:\A|\}\s*,)\s*(?=\{\s*"(?:ph|name|cat|pid|tid|ts|args|id|s)"\s*:)')
+_LONE_SURROGATE = re.compile(r"(?i)\\ud[89ab][0-9a-f]{2}(?!\\ud[c-f])|(?<!\\ud[89ab][0-9a-f]{2})\\ud[c-f][0-9a-f]{2}")
+EVENT_START = rb'\{\s*"(?:ph|name|cat|pid|tid|ts|tts|dur|tdur|args|id|id2|bp|s|cname)"\s*:'
+"""How an event begins, as a pattern: with one of the members that the trace event format has."""
+_START = re.compile(rb"(?:\A|\}\s*,)\s*(?=" + EVENT_START + rb")")
+_json = json.JSONDecoder(strict=False, parse_constant=lambda word: None)
 
 
 def lenient_object(text: bytes) -> dict[str, Any] | None:
-    """One JSON object out of text that may be malformed in the known ways, or None if it is beyond that."""
-    source = text.decode("utf-8", errors="replace")
+    """The JSON object that a text begins with, malformed in the known ways or not; None if it is beyond that.
+
+    NaN and Infinity become null, and what is no character becomes U+FFFD, so that the object can be written again.
+    """
+    source = _LONE_SURROGATE.sub(r"\\ufffd", text.decode("utf-8", errors="replace").lstrip())
     for attempt in (source, _quote_names(_BARE_WORD.sub(r"\1null", source))):
         try:
-            value = json.loads(attempt, strict=False)
+            value, _ = _json.raw_decode(attempt)
         except (ValueError, RecursionError):
             continue
         return value if isinstance(value, dict) else None
