@@ -110,8 +110,9 @@ def _integer(value: Number) -> int:
 
 def _nanoseconds_of_one(text: msgspec.Raw) -> int:
     try:
-        value: Any = json.loads(bytes(text), parse_float=Decimal, parse_int=Decimal)
-        micros = value if isinstance(value, Decimal) else Decimal(value)
-        return round(micros * 1000) if abs(micros) < _LIMIT else int(NO_TIME)
-    except (ValueError, TypeError, ArithmeticError):
+        micros: Any = json.loads(bytes(text), parse_float=Decimal, parse_int=Decimal)
+        if isinstance(micros, str):
+            micros = Decimal(micros)
+        return round(micros * 1000) if isinstance(micros, Decimal) and abs(micros) < _LIMIT else int(NO_TIME)
+    except (ValueError, ArithmeticError, RecursionError):
         return int(NO_TIME)

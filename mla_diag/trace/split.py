@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from mla_diag.errors import UnreadableInputError
-from mla_diag.trace.repair import EVENT_START, lenient_object
+from mla_diag.trace.repair import border, lenient_object
 
 CHUNK_BYTES = 4 * 1024 * 1024
 # Metadata may follow the events. Holding this much back keeps it out of every chunk but the last.
@@ -26,8 +26,7 @@ _HEAD_BYTES = 256 * 1024 * 1024
 _LENIENT_ENDS = 16
 
 _EVENTS = re.compile(rb'"traceEvents"\s*:\s*\[')
-# Between events; and, for events that begin with a member which no profiler begins with, anything like it.
-_BORDERS = (re.compile(rb"\}\s*,\s*(?=" + EVENT_START + rb")"), re.compile(rb"\}\s*,\s*(?=\{)"))
+_FIRST_MEMBER = re.compile(rb'\s*\{\s*"([^"\\]*)"\s*:')
 _END = re.compile(r"\}\s*\]")
 _json = json.JSONDecoder(strict=False)
 _BOM = b"\xef\xbb\xbf"
@@ -67,15 +66,23 @@ class EventChunks:
             UnreadableInputError: The text is not JSON, or JSON without trace events.
         """
         pending, offset = self._find_events()
+        between: re.Pattern[bytes] | None = None
         for block in self._blocks:
             pending += block
             if len(pending) < CHUNK_BYTES + _HELD_BACK:
                 continue
-            cut = _last_border(pending, len(pending) - _HELD_BACK)
+            between = between or _border(pending)
+            cut = _last_border(between, pending, len(pending) - _HELD_BACK)
             if cut is not None:
                 yield Chunk(pending[: cut.start() + 1], offset)
                 offset += cut.end()
                 pending = pending[cut.end() :]
+        start = pending.lstrip()[:1]
+        if start not in (b"", b"{", b"]"):
+            at = offset + len(pending) - len(pending.lstrip())
+            raise UnreadableInputError(
+                f"{self._path}: JSON, but not a profiler trace: byte {at:,} is {start!r} where an event has '{{'"
+            )
         last, closed = self._last_events(pending)
         if not closed:
             self.cut_at = offset + len(pending)
@@ -89,7 +96,7 @@ class EventChunks:
             searched = max(0, len(head) - 64)
             head += block
             first = _FIRST.match(head)
-            if first is None or len(head) > _HEAD_BYTES:
+            if first is None:
                 break
             if first[1] == b"[":
                 self._bare_array = True
@@ -98,13 +105,17 @@ class EventChunks:
                 before = bytes(head[first.start(1) : found.start()]).rstrip().rstrip(b",")
                 self.metadata = lenient_object(before + b"}") or {}
                 return bytes(head[found.end() :]), found.end()
+            if len(head) > _HEAD_BYTES:
+                raise UnreadableInputError(
+                    f'{self._path}: JSON, but not a profiler trace: no "traceEvents" in its first {len(head):,} bytes'
+                )
         raise UnreadableInputError(f"{self._path}: {_why_not_a_trace(bytes(head))}")
 
     def _last_events(self, pending: bytes) -> tuple[bytes, bool]:
         """The events of the last text, without what follows them, and whether the bracket that closes them is there."""
         text = pending.decode("utf-8", "surrogateescape")
         if (start := text.lstrip()).startswith("]"):
-            return b"", self._trails(start[1:], lenient=True)
+            return b"", self._trails(start[1:], lenient=True)  # there are no events
         for number, end in enumerate(_END.finditer(text)):
             if self._trails(text[end.end() :], lenient=number < _LENIENT_ENDS):
                 return text[: end.start() + 1].encode("utf-8", "surrogateescape"), True
@@ -124,15 +135,17 @@ class EventChunks:
             _, end = _json.raw_decode(members)
         except (ValueError, RecursionError):
             end = len(members) if lenient else 0
-        trailer = lenient_object(members.encode("utf-8", "surrogateescape")) if end == len(members) else None
+        if end < len(members):
+            return False
+        trailer = lenient_object(members.encode("utf-8", "surrogateescape"), alone=True)
         self.metadata.update(trailer or {})
         return trailer is not None
 
 
 def _whole_events(pending: bytes) -> bytes:
     """The text of a trace that is cut off, without the event that the cut has left incomplete."""
-    border = _last_border(pending, len(pending))
-    start = border.end() if border else 0
+    last = _last_border(_border(pending), pending, len(pending))
+    start = last.end() if last else 0
     text = pending[start:].decode("utf-8", "surrogateescape")
     blank = len(text) - len(text.lstrip())
     try:
@@ -140,20 +153,24 @@ def _whole_events(pending: bytes) -> bytes:
     except (ValueError, RecursionError):
         if lenient_object(pending[start:]) is not None:
             return pending
-        return pending[: border.start() + 1] if border else b""
+        return pending[: last.start() + 1] if last else b""
     return pending[:start] + text[:end].encode("utf-8", "surrogateescape")
 
 
-def _last_border(text: bytes, before: int) -> re.Match[bytes] | None:
+def _border(text: bytes) -> re.Pattern[bytes]:
+    """What stands between two events, given a text that begins with one, which may begin unlike any we know."""
+    first = _FIRST_MEMBER.match(text)
+    return border(*first.groups()) if first else border()
+
+
+def _last_border(between: re.Pattern[bytes], text: bytes, before: int) -> re.Match[bytes] | None:
     """The last border between two events that ends before a position, looking at growing windows from there."""
-    for pattern in _BORDERS:
-        start = before
-        window = 64 * 1024
-        while start > 0:
-            start = max(0, before - window)
-            if borders := deque(pattern.finditer(text, start, before), maxlen=1):
-                return borders[0]
-            window *= 8
+    start, window = before, 64 * 1024
+    while start > 0:
+        start = max(0, before - window)
+        if borders := deque(between.finditer(text, start, before), maxlen=1):
+            return borders[0]
+        window *= 8
     return None
 
 
