@@ -144,5 +144,6 @@ class TableBuilder:
 
 
 def _empty(table: type[Table]) -> Columns:
-    narrow = ("name", "thread", "dims", "types", "strides", "grid", "block", "kind")
-    return {column: np.empty(0, np.int32 if column in narrow else np.int64) for column in table.__dataclass_fields__}
+    narrow = dict.fromkeys(("name", "thread", "dims", "types", "strides", "grid", "block"), np.int32)
+    types: dict[str, Any] = {**narrow, "kind": np.int8}
+    return {column: np.empty(0, types.get(column, np.int64)) for column in table.__dataclass_fields__}
