@@ -17,7 +17,7 @@ from mla_diag.errors import UnreadableInputError
 
 GZIP_MAGIC = b"\x1f\x8b"
 # Compressed traces shrink 12 to 30 times: a read of this size gives a few MiB of text.
-_READ_BYTES = 256 * 1024
+_READ_BYTES = 131072
 _TEXT_BYTES = 8 * _READ_BYTES
 _SALVAGE_BYTES = 64
 _GZIP_WBITS = 31
