@@ -6,8 +6,13 @@ import os
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 REPOSITORY = Path(__file__).resolve().parents[1]
+
+# Machines that run tests are shared: a slow example is no failure.
+settings.register_profile("mla-diag", max_examples=60, deadline=None)
+settings.load_profile("mla-diag")
 
 
 @pytest.fixture(scope="session")

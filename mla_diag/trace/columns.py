@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Hashable, Iterable, Sequence
-from decimal import Decimal, InvalidOperation
+from decimal import Decimal
 from typing import Any, Generic, TypeAlias, TypeVar
 
 import msgspec
@@ -23,6 +22,8 @@ NO_TIME = np.iinfo(np.int64).min
 # Below this many microseconds a double still tells neighbouring nanoseconds apart; traces that count from the epoch
 # are above it (kineto: baseTimeNanoseconds keeps newer ones below).
 _EXACT_IN_DOUBLE = float(2**43)
+# Times and durations beyond are no times; within, an end is a start plus a duration without overflow. In microseconds.
+_LIMIT = 2**62 // 1000
 
 
 class Interner(dict[Key, int], Generic[Key]):
@@ -35,7 +36,7 @@ class Interner(dict[Key, int], Generic[Key]):
 
     def ids(self, values: Iterable[Key]) -> Ids:
         """The numbers of many values."""
-        return np.fromiter((self[value] for value in values), np.int32)
+        return np.fromiter(map(self.__getitem__, values), np.int32)
 
     def values_by_id(self) -> list[Key]:
         """The values, at the index of their number."""
@@ -50,16 +51,31 @@ def nanoseconds(texts: Sequence[msgspec.Raw]) -> Ints:
     joined = b",".join(texts)
     try:
         if b"." not in joined and b"e" not in joined:
-            exact: Ints = np.array(msgspec.json.decode(b"[" + joined + b"]", type=list[int]), np.int64) * 1000
-            return exact
+            whole = np.array(msgspec.json.decode(b"[" + joined + b"]", type=list[int]), np.int64)
+            return np.where(np.abs(whole) < _LIMIT, whole * 1000, NO_TIME)
         micros = np.array(msgspec.json.decode(b"[" + joined + b"]", type=list[float]))
     except (msgspec.MsgspecError, OverflowError):
-        return np.fromiter(map(_nanoseconds_of_one, texts), np.int64, len(texts))
+        return _each_exactly(texts)
     if micros.size and np.abs(micros).max() >= _EXACT_IN_DOUBLE:
-        return np.fromiter(map(_nanoseconds_of_one, texts), np.int64, len(texts))
-    whole = np.floor(micros)
-    nanos: Ints = whole.astype(np.int64) * 1000 + np.rint((micros - whole) * 1000).astype(np.int64)
+        return _by_digits(texts, joined, micros)
+    floor = np.floor(micros)
+    nanos: Ints = floor.astype(np.int64) * 1000 + np.rint((micros - floor) * 1000).astype(np.int64)
     return nanos
+
+
+def _by_digits(texts: Sequence[msgspec.Raw], joined: bytes, micros: NDArray[np.float64]) -> Ints:
+    """Times of three decimals, as Kineto writes them, are nanoseconds without the point; the others one by one."""
+    try:
+        nanos = np.array(msgspec.json.decode(b"[" + joined.replace(b".", b"") + b"]", type=list[int]), np.int64)
+    except (msgspec.MsgspecError, OverflowError):
+        return _each_exactly(texts)
+    others = np.flatnonzero((np.abs(nanos - micros * 1000) > 1e-6 * np.abs(nanos)) | (np.abs(micros) >= _LIMIT))
+    nanos[others] = _each_exactly([texts[row] for row in others.tolist()])
+    return nanos
+
+
+def _each_exactly(texts: Sequence[msgspec.Raw]) -> Ints:
+    return np.fromiter(map(_nanoseconds_of_one, texts), np.int64, len(texts))
 
 
 def durations(micros: Sequence[float]) -> tuple[Ints, int]:
@@ -84,17 +100,19 @@ def integers(values: Sequence[Number]) -> Ints:
 
 def _integer(value: Number) -> int:
     try:
-        number = int(value or 0) if not isinstance(value, str) else int(value, 0)
+        number = int(value, 0) if isinstance(value, str) else MISSING if value is None else int(value)
     except (ValueError, OverflowError):
         return MISSING
-    return number if value is not None and abs(number) < 2**63 else MISSING
+    if 2**63 <= number < 2**64:  # unsigned ids; the largest is how some profilers write -1
+        number -= 2**64
+    return number if -(2**63) <= number < 2**63 else MISSING
 
 
 def _nanoseconds_of_one(text: msgspec.Raw) -> int:
     try:
-        value: Any = json.loads(bytes(text), parse_float=Decimal, parse_int=Decimal)
-        exact = value if isinstance(value, Decimal) else Decimal(value)
-        nanos = int((exact * 1000).to_integral_value())
-    except (ValueError, TypeError, InvalidOperation, OverflowError):
+        micros: Any = json.loads(bytes(text), parse_float=Decimal, parse_int=Decimal)
+        if isinstance(micros, str):
+            micros = Decimal(micros)
+        return round(micros * 1000) if isinstance(micros, Decimal) and abs(micros) < _LIMIT else int(NO_TIME)
+    except (ValueError, ArithmeticError, RecursionError):
         return int(NO_TIME)
-    return nanos if math.fabs(nanos) < 2**63 else int(NO_TIME)

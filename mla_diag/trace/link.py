@@ -99,14 +99,13 @@ def enclosing(intervals: Table, threads: Ids, times: Ints) -> Ints:
     for thread in np.unique(threads):
         rows = np.flatnonzero(intervals.thread == thread)
         asked = np.flatnonzero(threads == thread)
-        found[asked] = _enclosing_on_one_thread(intervals.take(rows), times[asked], rows)
+        found[asked] = _enclosing_on_one_thread(intervals.start[rows], intervals.end[rows], rows, times[asked])
     return found
 
 
-def _enclosing_on_one_thread(intervals: Table, times: Ints, rows: Ints) -> Ints:
+def _enclosing_on_one_thread(starts: Ints, ends: Ints, rows: Ints, times: Ints) -> Ints:
     order = np.argsort(times, kind="stable")
     ordered = times[order]
-    starts, ends = intervals.start, intervals.end
     first, last = np.searchsorted(ordered, starts), np.searchsorted(ordered, ends, "right")
     useful = np.flatnonzero(first < last)  # most intervals hold no instant that was asked for
     useful = useful[np.lexsort((-ends[useful], starts[useful]))]
@@ -152,18 +151,14 @@ def parse_source(frame: str) -> Source | None:
 
 
 def _innermost_sources(trace: Trace, launch: Ints) -> tuple[Ids, list[Source]]:
-    by_name = {number: source for number, name in enumerate(trace.names) if (source := parse_source(name))}
-    serving = np.zeros(len(trace.names) + 1, bool)
-    serving[list(by_name)] = True
-    frames = trace.frames.take(serving[trace.frames.name])
     result = np.full(len(launch), MISSING, np.int32)
     launched = np.flatnonzero(launch != MISSING)
     rows = launch[launched]
-    around = enclosing(frames, trace.launches.thread[rows], trace.launches.start[rows])
+    around = enclosing(trace.frames, trace.launches.thread[rows], trace.launches.start[rows])
     known = around != MISSING
-    names = frames.name[around[known]]
-    used = sorted(set(names.tolist()))
-    sources = sorted({by_name[name] for name in used})
-    number_of = {name: sources.index(by_name[name]) for name in used}
-    result[launched[known]] = [number_of[name] for name in names.tolist()]
+    names = trace.frames.name[around[known]]
+    by_name = {name: source for name in set(names.tolist()) if (source := parse_source(trace.names[name]))}
+    sources = sorted(set(by_name.values()))
+    number_of = {name: sources.index(source) for name, source in by_name.items()}
+    result[launched[known]] = [number_of.get(name, MISSING) for name in names.tolist()]
     return result, sources

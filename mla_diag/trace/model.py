@@ -50,7 +50,7 @@ class Table:
 
 @dataclass(frozen=True)
 class Frames(Table):
-    """Python frames, where the trace has them and they were asked for."""
+    """Python frames of serving packages, where the trace has them and they were asked for."""
 
 
 @dataclass(frozen=True)
@@ -170,8 +170,8 @@ class Trace:
         listed = self.metadata.get("deviceProperties")
         if not isinstance(listed, list):
             return None
-        used = self.device_events.device
-        main = int(np.bincount(used[used >= 0]).argmax()) if (used >= 0).any() else 0
+        devices, events = np.unique(self.device_events.device, return_counts=True)
+        main = int(devices[events.argmax()]) if len(devices) else 0
         known = [entry for entry in listed if isinstance(entry, dict)]
         return next((entry for entry in known if entry.get("id") == main), known[0] if known else None)
 

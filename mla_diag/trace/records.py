@@ -17,7 +17,7 @@ Identity: TypeAlias = int | str | float | None
 NOTHING = Raw(b"")
 
 
-class Args(Struct):
+class Args(Struct, gc=False):
     """What any event may say of itself."""
 
     external_id: Number = field(default=None, name="External id")
@@ -47,7 +47,7 @@ class DeviceArgs(LaunchArgs):
     bytes: Number = None
 
 
-class Event(Struct, tag_field="cat"):
+class Event(Struct, tag_field="cat", gc=False):
     """What every complete event (`"ph": "X"`) has; times are microseconds, as text so that none of it is lost."""
 
     name: str = ""
@@ -111,18 +111,16 @@ class Frame(Event, tag="python_function"):
     """A Python frame, recorded with `with_stack`."""
 
 
-class Skipped(Struct, tag_field="cat"):
+class Skipped(Struct, tag_field="cat", gc=False):
     """An event of a category that nothing here reads."""
 
     known: ClassVar[tuple[str, ...]] = ("ac2g", "fwdbwd", "cpu_instant_event", "overhead", "cuda_sync", "Trace")
 
 
-class Metadata(Struct):
-    """An event without a category: the names of processes and threads, marks."""
+class Uncategorised(Struct, gc=False):
+    """Only the category of an event: what tells those without one, such as the names of processes and threads."""
 
-    name: Any = ""
-    pid: Any = None
-    args: Any = None
+    cat: Any = None
 
 
 def skipped(category: str) -> type[Skipped]:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
+import os
 import queue
 import threading
-from collections.abc import Callable, Iterator
+import zlib
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import Any, BinaryIO
 
 from isal import isal_zlib
 from isal.igzip_lib import IsalError
@@ -15,19 +17,21 @@ from mla_diag.errors import UnreadableInputError
 
 GZIP_MAGIC = b"\x1f\x8b"
 # Compressed traces shrink 12 to 30 times: a read of this size gives a few MiB of text.
-_READ_BYTES = 256 * 1024
+_READ_BYTES = 131072
+_TEXT_BYTES = 8 * _READ_BYTES
+_SALVAGE_BYTES = 64
 _GZIP_WBITS = 31
 _BLOCKS_AHEAD = 4
 
 Progress = Callable[[int, int], None]
-"""Called with the bytes read from the file so far and the file's size."""
+"""Called with the bytes read from the file so far and the file's size, 0 for a pipe."""
 
 
 class TraceBytes:
-    """The decompressed bytes of one trace file, to be iterated once.
+    """The decompressed bytes of one trace, a file or a pipe, to be iterated once.
 
-    Whether the file is gzip is told from its content. A gzip stream that is cut off or damaged gives what can be
-    decompressed and then stops; `damage` says what happened.
+    Whether it is gzip is told from its content. A gzip stream that is cut off or damaged gives what can be decompressed
+    and then stops; `damage` says what happened.
 
     Attributes:
         path: The file.
@@ -35,29 +39,20 @@ class TraceBytes:
     """
 
     def __init__(self, path: Path, progress: Progress | None = None) -> None:
-        """Open nothing yet, but check that there is something to open.
+        self.path = path
+        self.damage: str | None = None
+        self._progress = progress
+        self._done = 0
+        self._stop = threading.Event()
+
+    def __iter__(self) -> Iterator[bytes]:
+        """Yield blocks of decompressed bytes, none of them empty.
 
         Raises:
             UnreadableInputError: The file is missing, a directory, unreadable, or empty.
         """
-        self.path = path
-        self.damage: str | None = None
-        self._progress = progress
-        self._stop = threading.Event()
-        try:
-            self._size = path.stat().st_size
-            with path.open("rb") as file:
-                self._gzip = file.read(2) == GZIP_MAGIC
-        except OSError as error:
-            raise UnreadableInputError(f"{path}: cannot be read: {error.strerror}; check the path") from error
-        if self._size == 0:
-            raise UnreadableInputError(f"{path}: the file is empty (0 bytes); was the profiler still exporting it?")
-
-    def __iter__(self) -> Iterator[bytes]:
-        """Yield blocks of decompressed bytes, none of them empty."""
         blocks: queue.Queue[bytes | BaseException | None] = queue.Queue(_BLOCKS_AHEAD)
-        worker = threading.Thread(target=self._fill, args=(blocks,), name="decompress", daemon=True)
-        worker.start()
+        threading.Thread(target=self._fill, args=(blocks,), name="decompress", daemon=True).start()
         try:
             while (block := blocks.get()) is not None:
                 if isinstance(block, BaseException):
@@ -65,54 +60,100 @@ class TraceBytes:
                 yield block
         finally:
             self._stop.set()
-            while worker.is_alive():  # a consumer that leaves early must not leave the worker waiting for room
-                with contextlib.suppress(queue.Empty):
-                    blocks.get(timeout=0.05)
-            worker.join()
 
     def _fill(self, blocks: queue.Queue[bytes | BaseException | None]) -> None:
+        last: BaseException | None = None
         try:
-            for block in self._gunzip() if self._gzip else self._raw():
-                if self._stop.is_set():
-                    break
-                blocks.put(block)
-            blocks.put(None)
-        except OSError as error:
-            blocks.put(UnreadableInputError(f"{self.path}: reading failed: {error.strerror}"))
-        except BaseException as error:  # handed to the consumer, who raises it
-            blocks.put(error)
-
-    def _raw(self) -> Iterator[bytes]:
-        done = 0
-        with self.path.open("rb") as file:
-            while block := file.read(8 * _READ_BYTES):
-                done += len(block)
-                self._report(done)
-                yield block
-
-    def _gunzip(self) -> Iterator[bytes]:
-        member = isal_zlib.decompressobj(_GZIP_WBITS)
-        done = 0
-        for data in self._raw():
-            for start in range(0, len(data), _READ_BYTES):
-                piece = data[start : start + _READ_BYTES]
-                while piece:
-                    if member.eof:  # a gzip file may hold several members; what follows and is none is padding
-                        if not piece.startswith(GZIP_MAGIC):
-                            return
-                        member = isal_zlib.decompressobj(_GZIP_WBITS)
-                    try:
-                        text = member.decompress(piece)
-                    except IsalError as error:  # type: ignore[misc]  # its stub declares a variable
-                        self.damage = f"the gzip data is damaged near byte {done + start:,} ({error})"
+            with self.path.open("rb") as file:
+                for block in self._text(file):
+                    if not self._put(blocks, block):
                         return
-                    piece = member.unused_data
-                    if text:
-                        yield text
-            done += len(data)
-        if not member.eof:
-            self.damage = f"the gzip data stops at byte {done:,} without its end marker"
+        except OSError as error:
+            last = UnreadableInputError(f"{self.path}: cannot be read: {error.strerror or error}; check the path")
+            last.__cause__ = error
+        except BaseException as error:  # handed to the consumer, who raises it
+            last = error
+        self._put(blocks, last)
 
-    def _report(self, done: int) -> None:
-        if self._progress is not None:
-            self._progress(done, self._size)
+    def _put(self, blocks: queue.Queue[bytes | BaseException | None], block: bytes | BaseException | None) -> bool:
+        """Hand over a block; False once the consumer has left, who must not leave this thread waiting for room."""
+        while not self._stop.is_set():
+            try:
+                blocks.put(block, timeout=0.1)
+            except queue.Full:
+                continue
+            return True
+        return False
+
+    def _text(self, file: BinaryIO) -> Iterator[bytes]:
+        head = file.read(len(GZIP_MAGIC))
+        if not head:
+            raise UnreadableInputError(
+                f"{self.path}: the file is empty (0 bytes); was the profiler still exporting it?"
+            )
+        if head != GZIP_MAGIC:
+            yield from self._pieces(file, head, _TEXT_BYTES)
+            return
+        given = 0
+        try:
+            for text in _gunzip(self._pieces(file, head, _READ_BYTES), isal_zlib.decompressobj):
+                given += len(text)
+                yield text
+        except EOFError:
+            self.damage = f"the gzip data stops at byte {self._done:,} without its end marker"
+        except IsalError as error:  # type: ignore[misc]  # its stub declares a variable
+            self.damage = f"the gzip data is damaged before byte {self._done:,} ({error})"
+            if file.seekable() and (text := _salvage(file, given)):
+                yield text
+
+    def _pieces(self, file: BinaryIO, head: bytes, size: int) -> Iterator[bytes]:
+        total = os.fstat(file.fileno()).st_size
+        piece = head + file.read(size - len(head))
+        while piece:
+            self._done += len(piece)
+            if self._progress is not None:
+                self._progress(self._done, total)
+            yield piece
+            piece = file.read(size)
+
+
+def _gunzip(pieces: Iterable[bytes], new_member: Callable[[int], Any]) -> Iterator[bytes]:
+    """Decompress the members of a gzip file; zeros between and after them are padding, as other tools have it.
+
+    Raises:
+        EOFError: The last member has no end.
+    """
+    member = new_member(_GZIP_WBITS)
+    for piece in pieces:
+        data = piece
+        while data:
+            if member.eof:
+                data = data.lstrip(b"\0")
+                if not data:
+                    break
+                if not GZIP_MAGIC.startswith(data[: len(GZIP_MAGIC)]):
+                    return  # what follows is no member
+                member = new_member(_GZIP_WBITS)
+            text = member.decompress(data)
+            data = member.unused_data
+            if text:
+                yield text
+    if not member.eof:
+        raise EOFError
+
+
+def _salvage(file: BinaryIO, given: int) -> bytes:
+    """What a damaged gzip file still holds past the first `given` bytes of its text.
+
+    The fast decompressor says that a piece is damaged and gives none of it. Small pieces lose less.
+    """
+    file.seek(0)
+    saved: list[bytes] = []
+    try:
+        for text in _gunzip(iter(lambda: file.read(_SALVAGE_BYTES), b""), zlib.decompressobj):
+            if len(text) > given:
+                saved.append(text[given:])
+            given = max(0, given - len(text))
+    except (zlib.error, EOFError):
+        pass
+    return b"".join(saved)

@@ -1,0 +1,299 @@
+from __future__ import annotations
+
+import gzip
+import json
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mla_diag.trace.decode import read_trace
+from mla_diag.trace.model import Damage, DeviceKind
+from tests.trace.reading import every_kind_of_event, read, read_or_refuse, rows
+from tests.trace_builder import Layout, TraceBuilder
+
+UNDAMAGED = Damage()
+
+
+def one(**members) -> TraceBuilder:
+    """A trace of one kernel, some of its members as given, between two ordinary ones."""
+    trace = TraceBuilder()
+    trace.kernel("before", 1, 1, 1)
+    trace.event(
+        **{"ph": "X", "cat": "kernel", "name": "k", "pid": 0, "tid": 7, "ts": 10, "dur": 5, "args": {}, **members}
+    )
+    trace.kernel("after", 20, 1, 3)
+    return trace
+
+
+def test_every_kind_of_event_is_in_its_table(tmp_path):
+    trace = read(tmp_path, every_kind_of_event())
+    device = [(trace.names[name], kind) for name, kind in zip(trace.device_events.name, trace.device_events.kind)]  # noqa: B905
+    assert Counter(kind for _, kind in device) == {DeviceKind.KERNEL: 11, DeviceKind.MEMCPY: 4, DeviceKind.MEMSET: 4}
+    assert len(trace.ops) == 8
+    assert len(trace.launches) == 18
+    assert (len(trace.spans), len(trace.device_spans), len(trace.frames)) == (1, 1, 1)
+    assert trace.spans.start.tolist() == [1_000_125]
+    assert trace.metadata["distributedInfo"]["rank"] == 3
+    assert sorted(trace.device_events.bytes.tolist()) == [-1] * 11 + [64] * 4 + [4096] * 4
+
+
+def test_python_frames_are_left_out_on_request_and_still_counted(tmp_path):
+    with_frames = read(tmp_path, every_kind_of_event())
+    without = read(tmp_path, every_kind_of_event(), frames=False)
+    assert len(without.frames) == 0
+    assert without.event_count == with_frames.event_count
+    assert without.damage == UNDAMAGED
+    assert {**rows(without), "frames": []} == {**rows(with_frames), "frames": []}
+
+
+@pytest.mark.parametrize("position", range(3))
+@pytest.mark.parametrize(
+    "odd",
+    [
+        {"cat": "something_new"},
+        {"cat": None},
+        {"cat": 7},
+        {"cat": ["kernel"]},
+        {"cat": ""},
+    ],
+    ids=str,
+)
+def test_events_of_categories_that_nothing_reads_cost_nothing(tmp_path, odd, position):
+    trace = TraceBuilder()
+    for at in range(3):
+        if at == position:
+            trace.event(ph="X", name="n", pid=[1], ts="never", args="x", **odd)
+        trace.kernel("k", at, 1)
+    found = read(tmp_path, trace)
+    assert len(found.device_events) == 3
+    assert found.event_count == 4
+    assert found.damage == UNDAMAGED
+
+
+def test_a_new_category_in_every_event_stays_fast(tmp_path):
+    trace = TraceBuilder()
+    for number in range(5_000):
+        trace.event(ph="X", cat=f"category {number}", name="n", pid=0, tid=0, ts=number, dur=1)
+        trace.kernel("k", number, 1)
+    begin = time.perf_counter()
+    found = read(tmp_path, trace)
+    assert time.perf_counter() - begin < 3  # a type of its own for each took minutes
+    assert len(found.device_events) == 5_000
+    assert found.damage == UNDAMAGED
+
+
+def test_events_without_category_between_all_others_stay_fast(tmp_path):
+    plain, mixed = TraceBuilder(), TraceBuilder()
+    for number in range(20_000):
+        plain.kernel("k", number, 1)
+        mixed.kernel("k", number, 1)
+        for trace, category in ((plain, {"cat": "overhead"}), (mixed, {})):
+            trace.event(ph="M", name="thread_name", pid=0, tid=number, ts=0, args={"name": "t"}, **category)
+    took = []
+    for trace in (plain, mixed):
+        trace.write(tmp_path / "x.json")
+        begin = time.perf_counter()
+        assert len(read_trace(tmp_path / "x.json").device_events) == 20_000
+        took.append(time.perf_counter() - begin)
+    assert took[1] < 6 * took[0]
+
+
+@pytest.mark.parametrize(
+    ("members", "start", "duration"),
+    [
+        ({"ts": "10.5"}, 10_500, 5000),
+        ({"dur": None}, 10_000, 0),
+        ({"dur": "2.5"}, 10_000, 2500),
+        ({"dur": "long"}, 10_000, 0),
+        ({"dur": -3}, 10_000, 0),
+        ({"dur": [1]}, 10_000, 0),
+        ({"dur": True}, 10_000, 1000),
+        ({"pid": {"id": 1}}, 10_000, 5000),
+        ({"pid": "Spans", "tid": None}, 10_000, 5000),
+        ({"pid": 0.0, "tid": True}, 10_000, 5000),
+        ({"name": None}, 10_000, 5000),
+        ({"name": 5}, 10_000, 5000),
+        ({"args": None}, 10_000, 5000),
+        ({"args": []}, 10_000, 5000),
+        ({"args": "none"}, 10_000, 5000),
+        ({"args": {"External id": [1], "correlation": {}}}, 10_000, 5000),
+        ({"args": {"": 1, "stream": "7", "grid": "many", "block": None, "bytes": "4096"}}, 10_000, 5000),
+        ({"args": {"External id": 2**64 - 1, "correlation": 2**63 + 1, "device": "0"}}, 10_000, 5000),
+    ],
+    ids=str,
+)
+def test_odd_members_cost_at_most_themselves(tmp_path, members, start, duration):
+    trace = read(tmp_path, one(**members))
+    assert len(trace.device_events) == 3
+    assert sorted(zip(trace.device_events.start.tolist(), trace.device_events.duration.tolist(), strict=True))[1] == (
+        start,
+        duration,
+    )
+    assert trace.damage.lost_events == 0
+    assert trace.device_events.correlation.tolist()[::2] == [1, 3]
+
+
+@pytest.mark.parametrize("members", [{"ts": None}, {"ts": "soon"}, {"ts": [1]}, {"ts": 2**70}], ids=str)
+def test_an_event_without_a_time_is_lost_and_counted(tmp_path, members):
+    trace = read(tmp_path, one(**members))
+    assert [trace.names[name] for name in trace.device_events.name] == ["before", "after"]
+    assert trace.damage == Damage(lost_events=1)
+
+
+def test_missing_members_are_missing_values(tmp_path):
+    trace = TraceBuilder()
+    trace.event(cat="kernel", ts=5)
+    trace.event(cat="gpu_memcpy", ts=5)
+    trace.event(cat="cpu_op", ts=5)
+    trace.event(cat="cuda_runtime", ts=5)
+    trace.event(cat="user_annotation", ts=5)
+    found = read(tmp_path, trace)
+    assert found.damage == UNDAMAGED
+    events = found.device_events
+    for column in (events.correlation, events.external_id, events.stream, events.device, events.bytes):
+        assert column.tolist() == [-1, -1]
+    assert found.values[events.grid[0]] == b""
+    assert found.threads[events.thread[0]] == (None, None)
+
+
+def test_clamped_durations_are_counted(tmp_path):
+    """kineto#646: an end of 0 gave a negative duration; catapult#1506 has one of -877 s."""
+    trace = read(tmp_path, one(dur=-877_000_000))
+    assert trace.device_events.duration.tolist() == [1000, 0, 1000]
+    assert trace.damage.clamped_durations == 1
+
+
+def test_a_member_that_comes_twice_counts_as_its_last(tmp_path):
+    text = b'[{"cat": "kernel", "name": "k", "ts": 1, "args": {"stream": 1, "device": 0}, "dur": 1,'
+    text += b' "args": {"stream": 9, "stream": 7, "device": 0, "": 1}}]'
+    trace = read(tmp_path, text)
+    assert trace.device_events.stream.tolist() == [7]
+    assert trace.damage == UNDAMAGED
+
+
+def test_the_device_of_an_event_is_its_process_where_nothing_else_says(tmp_path):
+    trace = TraceBuilder()
+    trace.complete("kernel", "k", 1, 1, (3, 9), {"correlation": 1})
+    events = read(tmp_path, trace).device_events
+    assert (events.device.tolist(), events.stream.tolist()) == ([3], [9])
+
+
+def events_before(text: bytes, cut: int) -> list[dict[str, Any]]:
+    """The events of a trace that end before a byte of its text."""
+    decoder = json.JSONDecoder()
+    whole = text.decode()
+    at = whole.index("[", whole.index('"traceEvents"')) + 1
+    events = []
+    while True:
+        at += len(whole[at:]) - len(whole[at:].lstrip(" \n,"))
+        if whole[at] == "]":
+            return events
+        event, at = decoder.raw_decode(whole, at)
+        if len(whole[:at].encode()) > cut:
+            return events
+        events.append(event)
+
+
+@pytest.mark.parametrize("layout", [Layout.KINETO, Layout.COMPACT, Layout.METADATA_LAST])
+def test_a_trace_cut_off_at_any_byte_gives_the_events_before(tmp_path, layout):
+    """chakra#192: "Unterminated string ... line 985848"."""
+    trace = TraceBuilder(device=None)
+    trace.process_name("ä\\")
+    trace.dispatch('aten::"copy_" }, {"ph', 10, [("copy", 120, 40)], dims=[[4, 1, 576], []])
+    trace.replay(30, [("a", 200, 1)])
+    text = trace.text(layout)
+    path = tmp_path / "cut.json"
+    for cut in range(len(text.rstrip())):
+        path.write_bytes(text[:cut])
+        found = read_or_refuse(path)
+        events = events_before(text, cut)
+        if found is None:
+            assert not events, cut
+            continue
+        starts = sorted(event["ts"] * 1000 for event in events if event.get("cat") == "kernel")
+        assert sorted(found.device_events.start.tolist()) == starts, cut
+        assert len(found.launches) == sum(event.get("cat") == "cuda_runtime" for event in events), cut
+        assert found.event_count == len(events), cut
+        assert found.damage == Damage(cut_at=cut), cut
+        assert found.damage.truncated
+    assert len(events) == len(trace.events)
+
+
+def test_a_gzip_trace_cut_off_at_any_byte_gives_the_events_before(tmp_path):
+    trace = every_kind_of_event()
+    whole = rows(read(tmp_path, trace))
+    data = gzip.compress(trace.text(), mtime=0)
+    path = tmp_path / "cut.json.gz"
+    counts = []
+    for cut in range(0, len(data), 3):
+        path.write_bytes(data[:cut])
+        found = read_or_refuse(path)
+        if found is None:
+            assert not counts
+            continue
+        assert found.damage.gzip == f"the gzip data stops at byte {cut:,} without its end marker"
+        assert found.damage.lost_events == 0
+        assert all(set(these) <= set(whole[table]) for table, these in rows(found).items())
+        counts.append(found.event_count)
+    assert counts == sorted(counts)
+    assert counts[-1] == len(trace.events)
+
+
+def test_damage_anywhere_in_a_gzip_trace_is_no_crash(tmp_path):
+    data = gzip.compress(every_kind_of_event().text(), mtime=0)
+    path = tmp_path / "damaged.json.gz"
+    for at in range(2, len(data), 5):  # before that it is no gzip file
+        path.write_bytes(data[:at] + bytes([data[at] ^ 0xFF]) + data[at + 1 :])
+        found = read_or_refuse(path)
+        # Bytes 4 to 9 of a gzip file are its date and origin, which no checksum covers.
+        assert found is None or found.damage.gzip is not None or at < 10, at
+
+
+@pytest.mark.parametrize("byte", [b"\x00", b'"', b"}", b"]", b"\xff", b""])
+def test_damage_anywhere_in_the_text_costs_little(tmp_path, byte):
+    trace = every_kind_of_event()
+    text = trace.text()
+    first = text.index(b'"ph"')
+    path = tmp_path / "damaged.json"
+    for at in range(first, len(text), 151):
+        path.write_bytes(text[:at] + byte + text[at + 1 :])
+        found = read_or_refuse(path)
+        assert found is not None, at
+        assert found.event_count >= len(trace.events) - 2, at
+
+
+def test_a_driver_launch_is_a_launch(tmp_path):
+    """HTA#271: cuLaunchKernelEx was not recognised, so its kernels were orphans; pytorch#99571: cuLaunchKernel."""
+    trace = TraceBuilder()
+    for name in ("cuLaunchKernelEx", "cuLaunchKernel"):
+        trace.kernel("triton", 10, 1, trace.launch(1, name=name, category="cuda_driver"))
+    found = read(tmp_path, trace)
+    assert found.launches.correlation.tolist() == found.device_events.correlation.tolist()
+
+
+def test_a_trace_without_memsets_or_ranks_or_steps_is_a_trace(tmp_path):
+    """HTA#16: no cudaMemsetAsync was a KeyError; HTA#17, HTA#107: nor was a rank; HTA 0.6.0: nor ProfilerStep."""
+    trace = TraceBuilder(rank=None, device=None)
+    trace.dispatch("aten::mul", 1, [("mul", 5, 1)])
+    found = read(tmp_path, trace)
+    assert found.rank is None
+    assert found.device is None
+    assert len(found.device_events) == 1
+
+
+def test_progress_reaches_the_end_of_the_file(tmp_path):
+    path = every_kind_of_event().write(tmp_path / "t.json.gz")
+    seen: list[tuple[int, int]] = []
+    read_trace(path, progress=lambda done, total: seen.append((done, total)))
+    assert seen[-1] == (path.stat().st_size,) * 2
+
+
+def test_every_shared_trace_is_read_whole(shared_traces: Path):
+    paths = sorted(shared_traces.rglob("*.json.gz"))
+    assert paths
+    for path in paths:
+        if path.stat().st_size < 2_000_000:
+            assert read_trace(path, frames=False).damage == UNDAMAGED, path
