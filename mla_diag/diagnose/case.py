@@ -65,12 +65,14 @@ class StageCase:
         remedy: str,
         confidence: str,
         cause: Cause | None = None,
+        detail: str = "",
     ) -> Finding:
         """A finding about this stage, its severity by the share."""
         return Finding(
             kind=kind,
             severity=severity(share),
             title=title,
+            detail=detail,
             stage=self.report.stage,
             trace=self.report.trace,
             rank=self.report.rank,

@@ -52,6 +52,7 @@ class Op(msgspec.Struct, frozen=True):
         kernels: All of them, by time.
         launched_by: `op`, `graph` (replayed from a CUDA or HIP graph), `direct` (no op around the launch) or `unknown`
             (the launch is not in the trace).
+        mapped: Whether op, shapes and source are those of its like in another trace (`--mapping`).
         launches_per_step: Device events a step.
         calls_per_step: Calls of the op a step; equal to the launches where there is no op.
         ms_per_step: Device time a step, overlaps in full.
@@ -68,6 +69,7 @@ class Op(msgspec.Struct, frozen=True):
     kernel: str
     kernels: list[KernelUse]
     launched_by: str
+    mapped: bool
     launches_per_step: float
     calls_per_step: float
     ms_per_step: float
@@ -101,7 +103,8 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         kind: The rule's id, as `--fail-on` and `--ignore` take it; docs/findings/ has a page for each.
         severity: `high` from a tenth of the step on, `medium` from a thirtieth, else `low`.
-        title: One sentence with the figures that matter.
+        title: One sentence with the figures that matter most.
+        detail: The rest of what an engineer would ask, in words.
         stage: The stage it is of; None if it is of the whole trace.
         trace: Index into the report's traces.
         rank: That trace's rank.
@@ -116,6 +119,7 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
     kind: str
     severity: str
     title: str
+    detail: str
     stage: Stage | None
     trace: int
     rank: int | None

@@ -42,8 +42,8 @@ _NO_TENSOR = {"", "Scalar", "ScalarList", "GenericList", "None", "Device", "Layo
 class Tensor(NamedTuple):
     """One tensor among an op's inputs."""
 
-    shape: list[int]
-    strides: list[int] | None
+    shape: tuple[int, ...]
+    strides: tuple[int, ...] | None
     type: str | None
 
     @property
@@ -77,9 +77,11 @@ def tensors(dims: bytes, types: bytes, strides: bytes) -> list[Tensor] | None:
         if not isinstance(shape, list) or kind in _NO_TENSOR:
             continue
         if shape and all(isinstance(part, list) for part in shape):
-            found += [Tensor(part, None, None) for part in shape if _is_shape(part)]
+            found += [Tensor(tuple(part), None, None) for part in shape if _is_shape(part)]
         elif _is_shape(shape):
-            found.append(Tensor(shape, step if isinstance(step, list) else None, kind))
+            found.append(
+                Tensor(tuple(shape), tuple(step) if isinstance(step, list) and _is_shape(step) else None, kind)
+            )
     return found
 
 
@@ -180,7 +182,7 @@ def _concatenation(inputs: Sequence[Tensor], kernel: str) -> int | None:
     return 2 * int(item[1]) * sum(math.prod(tensor.shape) for tensor in inputs)
 
 
-def _broadcast(shapes: Sequence[list[int]]) -> list[int] | None:
+def _broadcast(shapes: Sequence[Sequence[int]]) -> list[int] | None:
     """The common shape of several, or None if they do not go together."""
     rank = max(map(len, shapes))
     result = []

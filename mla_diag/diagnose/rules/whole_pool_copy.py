@@ -158,10 +158,21 @@ def _finding(case: StageCase, pool: Pool, cause: Cause | None, copies: list[_Cop
             "bandwidth_share": None if rate is None or not case.gpu.bandwidth else rate / case.gpu.bandwidth,
             "saves_ms_per_step": cost,
         },
+        detail=_detail(case, first, moved, rate),
         cause=cause,
         remedy=_remedy(change),
         confidence=min((copy.confidence for copy in copies), key=("low", "medium", "high").index),
     )
+
+
+def _detail(case: StageCase, first: _Copy, moved: float | None, rate: float | None) -> str:
+    if moved is None or rate is None:
+        return ""
+    least = "at least " if first.row.op.bytes_source == "geometry-least" else ""
+    text = f"{least}{moved / 1e9:.1f} GB a step at {rate / 1e9:,.0f} GB/s"
+    if case.gpu.bandwidth:
+        text += f", {rate / case.gpu.bandwidth:.0%} of what a {case.gpu.name} can move"
+    return text
 
 
 def _remedy(change: str) -> str:
