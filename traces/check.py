@@ -5,8 +5,9 @@ python traces/check.py        # or: make traces-check
 
 import subprocess
 import sys
-import tomllib
 from pathlib import Path
+
+import tomllib
 
 TRACES = Path(__file__).parent
 
