@@ -54,6 +54,11 @@ class Pool:
         return any(rows == self.rows and width >= 1 for rows, width in _as_rows(shape))
 
 
+def batch_sizes(step_name: str) -> list[int]:
+    """The requests, and for a prefill the tokens, that a step's name gives: `step[EXTEND bs=2 toks=128]`."""
+    return [int(number) for number in _BATCH.findall(step_name)]
+
+
 def find_pool(ops: Iterable[Op], step_names: Iterable[str], server: ServerInfo | None) -> Pool | None:
     """The pool that ops of some steps work on, from the shapes of their inputs.
 
@@ -63,7 +68,7 @@ def find_pool(ops: Iterable[Op], step_names: Iterable[str], server: ServerInfo |
         server: What the server says, if it was asked.
     """
     ops = list(ops)
-    batch = {int(number) for name in step_names for number in _BATCH.findall(name)}
+    batch = {number for name in step_names for number in batch_sizes(name)}
     if server is not None and server.pool_rows is not None:
         return _by_server(ops, server, batch)
     return _by_recurrence(ops, batch)
@@ -116,7 +121,7 @@ def pool_from_geometry(copies: Sequence[int], step_names: Iterable[str]) -> Pool
         copies: Elements of the copy before each attention kernel, rounded up to a block, which is less than a row.
         step_names: The names of the steps, which tell the batch; without one nothing can be told from geometry alone.
     """
-    batch = [int(number) for name in step_names for number in _BATCH.findall(name)]
+    batch = [number for name in step_names for number in batch_sizes(name)]
     if not batch or len(copies) < 2:
         return None
     size, count = Counter(copies).most_common(1)[0]

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from mla_diag.diagnose.attention import AttentionCopy, copies_before_attention
 from mla_diag.diagnose.case import StageCase, cause_of
 from mla_diag.diagnose.cause import infer_pool_copy_cause
+from mla_diag.diagnose.context import rows_needed
 from mla_diag.diagnose.diagnosis import Cause, Finding, Op
 from mla_diag.diagnose.geometry import converts, elements
 from mla_diag.diagnose.pool import Pool
@@ -138,6 +139,7 @@ def _finding(case: StageCase, pool: Pool, cause: Cause | None, copies: list[_Cop
     moved = sum((op.bytes_per_launch or 0) * op.launches_per_step for op in known) if len(known) == len(ops) else None
     rate = None if moved is None or not cost else moved / (cost / 1e3)
     first = copies[0]
+    needed = rows_needed(case.trace, _names_of_steps(case))
     dtypes = first.row.op.dtypes
     if dtypes and len(set(dtypes)) == 2:
         change = f"converted from {dtypes[1]} to {dtypes[0]}"
@@ -167,23 +169,33 @@ def _finding(case: StageCase, pool: Pool, cause: Cause | None, copies: list[_Cop
             "bytes_per_second": None if rate is None else round(rate),
             "peak_bytes_per_second": case.gpu.bandwidth,
             "bandwidth_share": None if rate is None or not case.gpu.bandwidth else rate / case.gpu.bandwidth,
+            "rows_needed": needed,
+            "rows_needed_share": None if needed is None else min(needed / pool.rows, 1.0),
             "saves_ms_per_step": cost,
         },
-        detail=_detail(case, first, moved, rate),
+        detail=_detail(case, pool, first, moved, rate, needed),
         cause=cause,
         remedy=_remedy(change),
         confidence=min((copy.confidence for copy in copies), key=("low", "medium", "high").index),
     )
 
 
-def _detail(case: StageCase, first: _Copy, moved: float | None, rate: float | None) -> str:
-    if moved is None or rate is None:
-        return ""
-    least = "at least " if first.row.op.bytes_source == "geometry-least" else ""
-    text = f"{least}{moved / 1e9:.1f} GB a step at {rate / 1e9:,.0f} GB/s"
-    if case.gpu.bandwidth:
-        text += f", {rate / case.gpu.bandwidth:.0%} of what a {case.gpu.name} can move"
-    return text
+def _names_of_steps(case: StageCase) -> list[str]:
+    return [name for name, count in case.report.step_names.items() for _ in range(count)]
+
+
+def _detail(
+    case: StageCase, pool: Pool, first: _Copy, moved: float | None, rate: float | None, needed: int | None
+) -> str:
+    parts = []
+    if moved is not None and rate is not None:
+        least = "at least " if first.row.op.bytes_source == "geometry-least" else ""
+        parts.append(f"{least}{moved / 1e9:.1f} GB a step at {rate / 1e9:,.0f} GB/s")
+        if case.gpu.bandwidth:
+            parts[-1] += f", {rate / case.gpu.bandwidth:.0%} of the bandwidth of this {case.gpu.name}"
+    if needed is not None:
+        parts.append(f"the requests need {needed:,} of the {pool.rows:,} rows at most ({needed / pool.rows:.1%})")
+    return "; ".join(parts)
 
 
 def _remedy(change: str) -> str:

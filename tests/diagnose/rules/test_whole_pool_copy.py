@@ -285,7 +285,7 @@ def facts(finding: Finding) -> tuple[Any, ...]:
     ("recording", "cost", "file", "function", "inferred"),
     [
         ("base-eager-decode", 67.66, "flashinfer_mla_backend.py", "forward_decode", True),
-        ("base-eager-decode-stack", 67.64, "flashinfer_mla_backend.py", "forward_decode", False),
+        ("base-eager-decode-stack", 67.65, "flashinfer_mla_backend.py", "forward_decode", False),
         ("base-prefix-extend-stack", 66.32, "flashinfer_mla_backend.py", "forward_extend", False),
         ("base-graph-decode", 66.45, "flashinfer_mla_backend.py", "forward_decode", True),
         ("fa3-graph-decode", 66.22, "flashattention_backend.py", "forward_decode", True),
