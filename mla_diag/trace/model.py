@@ -198,6 +198,16 @@ class Trace:
                 parts.append(dataclasses.replace(self, label=label, **tables))
         return parts
 
+    def to_hta(self) -> Any:
+        """This trace, all ranks of it, as a `TraceAnalysis` of Holistic Trace Analysis (extra `hta`); see `to_hta`.
+
+        Raises:
+            UsageError: Holistic Trace Analysis is not installed.
+        """
+        from mla_diag.trace.hta import to_hta  # noqa: PLC0415 - it imports this module, and pandas
+
+        return to_hta([self])
+
 
 def _label(pid: Any) -> str | None:
     found = re.match(r"\[([^\]]+)\] ", pid) if isinstance(pid, str) else None
