@@ -53,10 +53,24 @@ def explain(
     rank: Annotated[int | None, typer.Option(min=0, help="Only this rank.")] = None,
     warmup: Annotated[int, typer.Option(min=0, help="Steps to leave out at the head of each stage.")] = 0,
     sources: Annotated[bool, typer.Option(help="Read Python frames and name the line behind each op.")] = True,
+    server_info: Annotated[
+        Path | None, typer.Option(help="What GET /server_info of the traced server answered: its pool and backends.")
+    ] = None,
+    mapping: Annotated[
+        Path | None,
+        typer.Option(
+            help="A trace of the same server without CUDA graphs, or of their capture: names what they replay."
+        ),
+    ] = None,
+    fail_on: Annotated[
+        list[str] | None,
+        typer.Option(metavar="KIND[:LIMIT]", help="Exit with 1 on such a finding: whole-pool-copy, any:2ms, any:5%."),
+    ] = None,
+    ignore: Annotated[list[str] | None, typer.Option(metavar="KIND", help="Leave findings of this kind out.")] = None,
 ) -> None:
     """Rank what a step spends its time on, per stage and rank, from recorded traces.
 
-    Exits with 0, with 2 for wrong options, with 3 if a trace could not be read.
+    Exits with 0, with 1 on a finding that --fail-on names, 2 for wrong options, 3 if a trace could not be read.
     """
     from mla_diag.commands import explain as command
 
@@ -69,6 +83,10 @@ def explain(
         rank=rank,
         warmup=warmup,
         sources=sources,
+        server_info=server_info,
+        mapping=mapping,
+        fail_on=fail_on or (),
+        ignore=ignore or (),
     )
 
 

@@ -11,6 +11,12 @@ class MlaDiagError(Exception):
     exit_code = 1
 
 
+class FindingError(MlaDiagError):
+    """A finding that the command was told to fail on."""
+
+    exit_code = 1
+
+
 class UsageError(MlaDiagError):
     """The command was asked for something that makes no sense."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum
 from pathlib import Path
@@ -14,8 +14,11 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 
 from mla_diag.diagnose.explain import Progress as Report
 from mla_diag.diagnose.explain import explain, find_traces
+from mla_diag.diagnose.rules import KINDS
+from mla_diag.diagnose.server_info import read_server_info
 from mla_diag.diagnose.step_spans import Stage
-from mla_diag.errors import UnreadableInputError, UsageError
+from mla_diag.diagnose.verdict import parse_fail_on
+from mla_diag.errors import FindingError, UnreadableInputError, UsageError
 from mla_diag.report.json import render_json
 from mla_diag.report.terminal import print_report
 
@@ -60,18 +63,35 @@ def run(
     rank: int | None = None,
     warmup: int = 0,
     sources: bool = True,
+    server_info: Path | None = None,
+    mapping: Path | None = None,
+    fail_on: Sequence[str] = (),
+    ignore: Sequence[str] = (),
 ) -> None:
     """Explain the traces and print or write the report.
 
     Raises:
+        FindingError: A finding that `fail_on` names is there; the report has been given by then.
         UnreadableInputError: Some path could not be explained; the report of the others has been given by then.
         UsageError: The options match nothing in the traces, or the output cannot be written.
     """
     if output is not None and not output.parent.is_dir():
         raise UsageError(f"{output}: there is no directory {output.parent}; make it, or write elsewhere with -o")
+    failures = [parse_fail_on(text, KINDS) for text in fail_on]
+    server = None if server_info is None else read_server_info(server_info)
     files = find_traces(paths)
     with _progress(files) as progress:
-        diagnosis = explain(files, stage=stage, rank=rank, warmup=warmup, sources=sources, progress=progress)
+        diagnosis = explain(
+            files,
+            stage=stage,
+            rank=rank,
+            warmup=warmup,
+            sources=sources,
+            server=server,
+            mapping=mapping,
+            ignore=ignore,
+            progress=progress,
+        )
     try:
         with _destination(output) as console:
             if output_format is Format.JSON:
@@ -84,6 +104,13 @@ def run(
         raise UsageError(f"{output}: cannot be written: {error.strerror}") from error
     if diagnosis.unreadable:
         raise UnreadableInputError("\n".join(diagnosis.unreadable))
+    failed = [finding for finding in diagnosis.findings if any(failure.holds(finding) for failure in failures)]
+    if failed:
+        raise FindingError(
+            "\n".join(
+                f"--fail-on {entry.kind}: {diagnosis.traces[entry.trace].path}: {entry.title}" for entry in failed
+            )
+        )
 
 
 @contextmanager

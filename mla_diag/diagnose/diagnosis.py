@@ -52,6 +52,7 @@ class Op(msgspec.Struct, frozen=True):
         kernels: All of them, by time.
         launched_by: `op`, `graph` (replayed from a CUDA or HIP graph), `direct` (no op around the launch) or `unknown`
             (the launch is not in the trace).
+        mapped: Whether op, shapes and source are those of its like in another trace (`--mapping`).
         launches_per_step: Device events a step.
         calls_per_step: Calls of the op a step; equal to the launches where there is no op.
         ms_per_step: Device time a step, overlaps in full.
@@ -59,7 +60,8 @@ class Op(msgspec.Struct, frozen=True):
         shapes: Of the tensors among the op's inputs; None where none were recorded.
         dtypes: Of the same tensors.
         bytes_per_launch: Device memory read and written by one launch, on average; None where it is not known.
-        bytes_source: `shapes` or `memcpy`: where the bytes come from.
+        bytes_source: Where the bytes come from: `shapes`, `memcpy` (its own size), `geometry` (the launch, right to
+            within a block) or `geometry-least` (the same, where the kernel does not name the type that it reads).
         source: Where it was launched from; None without Python stacks.
     """
 
@@ -67,6 +69,7 @@ class Op(msgspec.Struct, frozen=True):
     kernel: str
     kernels: list[KernelUse]
     launched_by: str
+    mapped: bool
     launches_per_step: float
     calls_per_step: float
     ms_per_step: float
@@ -76,6 +79,56 @@ class Op(msgspec.Struct, frozen=True):
     bytes_per_launch: int | None
     bytes_source: str | None
     source: Source | None
+
+
+class Cause(msgspec.Struct, frozen=True):
+    """Where a finding comes from: a function that the trace names, or one that is inferred.
+
+    Attributes:
+        file: From the package on.
+        line: Where the function begins, or, inferred, where the release has the expression; None where unknown.
+        function: Its name.
+        inferred: Whether the trace itself does not show it: from the kernels around it, and the server's release.
+    """
+
+    file: str
+    line: int | None
+    function: str
+    inferred: bool
+
+
+class Finding(msgspec.Struct, frozen=True, kw_only=True):
+    """Something that a step wastes, or a reason not to trust the figures.
+
+    Attributes:
+        kind: The rule's id, as `--fail-on` and `--ignore` take it; docs/findings/ has a page for each.
+        severity: `high` from a tenth of the step on, `medium` from a thirtieth, else `low`.
+        title: One sentence with the figures that matter most.
+        detail: The rest of what an engineer would ask, in words.
+        stage: The stage it is of; None if it is of the whole trace.
+        trace: Index into the report's traces.
+        rank: That trace's rank.
+        cost_ms_per_step: What it costs a step; None where the trace does not tell.
+        share: The same as a part of the step's device time, or for what the device does not do, of its wall time.
+        evidence: What it rests on, by name; the kind's page says what each is.
+        cause: Where it comes from; None where unknown.
+        remedy: What to do, one sentence or two.
+        confidence: `high`, `medium` or `low`.
+    """
+
+    kind: str
+    severity: str
+    title: str
+    detail: str
+    stage: Stage | None
+    trace: int
+    rank: int | None
+    cost_ms_per_step: float | None
+    share: float | None
+    evidence: dict[str, Any]
+    cause: Cause | None
+    remedy: str
+    confidence: str
 
 
 _OP_COLUMNS = [name for name in Op.__struct_fields__ if name not in ("kernels", "source")]
@@ -158,7 +211,7 @@ class Diagnosis(msgspec.Struct, frozen=True):
 
     traces: list[TraceReport]
     stages: list[StageReport]
-    findings: list[Any] = []
+    findings: list[Finding] = []
     unreadable: list[str] = []
     schema_version: int = SCHEMA_VERSION
     tool: Tool = Tool()

@@ -1,4 +1,4 @@
-"""From paths to a diagnosis: find the traces, read, link and rank each, say what could not be read."""
+"""From paths to a diagnosis: find the traces, read and explain each, say what could not be read."""
 
 from __future__ import annotations
 
@@ -6,23 +6,19 @@ import glob
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-import numpy as np
-
-from mla_diag.diagnose.diagnosis import Diagnosis, Op, StageReport, TraceReport
-from mla_diag.diagnose.notes import notes
-from mla_diag.diagnose.ranking import rank_ops
-from mla_diag.diagnose.step_spans import Stage, describe_batch
-from mla_diag.diagnose.steps import Steps, busy, find_steps
+from mla_diag.diagnose.diagnosis import Diagnosis, Finding, StageReport, TraceReport
+from mla_diag.diagnose.mapping import read_reference
+from mla_diag.diagnose.per_trace import Known, explain_trace
+from mla_diag.diagnose.rules import KINDS
+from mla_diag.diagnose.server_info import ServerInfo
+from mla_diag.diagnose.step_spans import Stage
+from mla_diag.diagnose.verdict import check_ignored
 from mla_diag.errors import UnreadableInputError, UsageError
-from mla_diag.trace.columns import MISSING, Ints
 from mla_diag.trace.decode import read_trace
-from mla_diag.trace.link import link
-from mla_diag.trace.model import Trace
 
 Progress = Callable[[Path, int, int], None]
 """Called with a file, the bytes of it read so far, and its size."""
 
-_NANOS_PER_MS = 1e6
 _TRACE_SUFFIXES = (".json", ".json.gz")
 
 
@@ -33,6 +29,9 @@ def explain(
     rank: int | None = None,
     warmup: int = 0,
     sources: bool = True,
+    server: ServerInfo | None = None,
+    mapping: str | Path | None = None,
+    ignore: Iterable[str] = (),
     progress: Progress | None = None,
 ) -> Diagnosis:
     """Say where the steps in some traces spend their time.
@@ -43,6 +42,10 @@ def explain(
         rank: Report this rank only.
         warmup: Steps to leave out at the head of each stage.
         sources: Whether to name the function that launched each op, which takes reading the Python frames.
+        server: What the server that was traced says of itself (see `mla_diag.diagnose.server_info`).
+        mapping: A trace of the same server that has ops, to name those of graph replays (see
+            `mla_diag.diagnose.mapping`).
+        ignore: Kinds of finding to leave out.
         progress: Told how far reading is.
 
     Raises:
@@ -50,17 +53,22 @@ def explain(
         UsageError: A path pattern matches nothing, or the traces hold no such stage or rank.
     """
     wanted = None if stage is None else Stage(stage)
+    ignored = check_ignored(ignore, KINDS)
+    reference = None if mapping is None else read_reference(read_trace(Path(mapping)).by_rank()[0])
+    known = Known(warmup, server, reference)
     traces: list[TraceReport] = []
     stages: list[StageReport] = []
+    findings: list[Finding] = []
     unreadable: list[str] = []
     for path in find_traces([paths] if isinstance(paths, (str, Path)) else paths):
         try:
             report = None if progress is None else _for_file(progress, path)
             for trace in read_trace(path, frames=sources, progress=report).by_rank():
                 if rank is None or trace.rank == rank:
-                    summary, of_trace = explain_trace(trace, len(traces), warmup)
-                    traces.append(summary)
-                    stages += [entry for entry in of_trace if wanted in (None, entry.stage)]
+                    found = explain_trace(trace, len(traces), known)
+                    traces.append(found.summary)
+                    stages += [entry for entry in found.stages if wanted in (None, entry.stage)]
+                    findings += [entry for entry in found.findings if wanted in (None, entry.stage)]
         except UnreadableInputError as error:
             unreadable.append(str(error))
     if not traces:
@@ -69,7 +77,9 @@ def explain(
         raise UsageError(f"no trace of rank {rank} among those given; leave --rank out to see which there are")
     if wanted is not None and not stages:
         raise UsageError(f"no {wanted.value} steps in these traces; leave --stage out to see which there are")
-    return Diagnosis(traces=traces, stages=stages, unreadable=unreadable)
+    findings = [finding for finding in findings if finding.kind not in ignored]
+    findings.sort(key=lambda finding: -(finding.cost_ms_per_step or 0.0))
+    return Diagnosis(traces=traces, stages=stages, findings=findings, unreadable=unreadable)
 
 
 def find_traces(paths: Iterable[str | Path]) -> list[Path]:
@@ -92,96 +102,6 @@ def find_traces(paths: Iterable[str | Path]) -> list[Path]:
             raise UsageError(f"{given}: no trace (.json or .json.gz) there; name a trace or the directory it is in")
         found.update(dict.fromkeys(inside))
     return list(found)
-
-
-def explain_trace(trace: Trace, index: int = 0, warmup: int = 0) -> tuple[TraceReport, list[StageReport]]:
-    """Explain one rank's trace.
-
-    Args:
-        trace: The trace.
-        index: Its place among the traces of a diagnosis.
-        warmup: Steps to leave out at the head of each stage.
-
-    Raises:
-        UnreadableInputError: It holds no device work, and not because it was cut off.
-    """
-    events = trace.device_events
-    if not len(events) and not trace.damage.truncated:
-        raise UnreadableInputError(
-            f"{trace.path}: no device work among its {trace.event_count:,} events, only the host's; "
-            "profile with GPU activities, and with no other profiler attached to the GPU"
-        )
-    links = link(trace)
-    steps = find_steps(trace, links, warmup)
-    placed = np.where(steps.inside != MISSING, steps.inside, steps.after)
-    left_out = (placed != MISSING) & ~steps.counted[placed] if len(steps.counted) else np.zeros(len(events), bool)
-    launched = links.launch != MISSING
-
-    def milliseconds(mask: np.ndarray[tuple[int], np.dtype[np.bool_]]) -> float:
-        return float(events.duration[mask].sum()) / _NANOS_PER_MS
-
-    summary = TraceReport(
-        path=str(trace.path),
-        rank=trace.rank,
-        label=trace.label,
-        device=trace.device,
-        events=trace.event_count,
-        device_ms=float(events.duration.sum()) / _NANOS_PER_MS,
-        before_first_step_ms=milliseconds((placed == MISSING) & launched),
-        left_out_ms=milliseconds(left_out),
-        unattributed_ms=milliseconds((placed == MISSING) & ~launched),
-        notes=notes(trace, links, steps),
-    )
-    present = [stage for stage in Stage if len(steps.of(stage))]
-    reports = []
-    for stage in present:
-        chosen = steps.of(stage)
-        inside = [np.flatnonzero(steps.inside == step) for step in chosen]
-        ops = rank_ops(trace, links, np.concatenate(inside), len(chosen))
-        reports.append(_stage_report(trace, steps, stage, index, inside, ops))
-    return summary, reports
-
-
-def _stage_report(
-    trace: Trace, steps: Steps, stage: Stage, index: int, inside: list[Ints], ops: list[Op]
-) -> StageReport:
-    events, chosen = trace.device_events, steps.of(stage)
-    count = len(chosen)
-    device = [float(events.duration[rows].sum()) / _NANOS_PER_MS for rows in inside]
-    union = sum(busy(events.start[rows], events.end[rows]) for rows in inside)
-    of_stage = [number for number, other in enumerate(steps.spans.stages) if other is stage]
-    return StageReport(
-        stage=stage,
-        trace=index,
-        rank=trace.rank,
-        steps=count,
-        steps_left_out=len(of_stage) - count,
-        step_source=steps.spans.source,
-        step_names=dict(describe_batch([steps.spans.names[step] for step in chosen])),
-        device_ms_per_step=sum(device) / count,
-        device_ms_min=min(device),
-        device_ms_max=max(device),
-        busy_ms_per_step=union / count / _NANOS_PER_MS,
-        wall_ms_per_step=_wall(trace, steps, chosen) / _NANOS_PER_MS,
-        between_steps_ms_per_step=float(events.duration[np.isin(steps.after, chosen)].sum()) / count / _NANOS_PER_MS,
-        ops=ops,
-    )
-
-
-def _wall(trace: Trace, steps: Steps, chosen: Ints) -> float:
-    """The median time from a step's first device event to the next step's first, whatever stage that is of.
-
-    The median, because a server that waits for a request between two steps spends no step's time. The last step of a
-    trace has no next; if there is none but it, its time runs to its last device event.
-    """
-    events = trace.device_events
-    first, last = {}, {}
-    for step in np.unique(steps.inside[steps.inside != MISSING]).tolist():
-        rows = steps.inside == step
-        first[step], last[step] = int(events.start[rows].min()), int(events.end[rows].max())
-    spans = [first[step + 1] - first[step] for step in chosen.tolist() if step in first and step + 1 in first]
-    spans = spans or [last[step] - first[step] for step in chosen.tolist() if step in first]
-    return float(np.median(spans)) if spans else 0.0
 
 
 def _for_file(progress: Progress, path: Path) -> Callable[[int, int], None]:

@@ -20,6 +20,8 @@ def short_kernel_name(name: str) -> str:
 
     Names without C++ decoration (Triton's, cuBLAS's nvjet, memcpys) are returned as they are.
     """
+    if mangled := re.match(r"_Z(?:L|NK?)?(?=\d)", name):
+        return _short_mangled(name, mangled.end())
     if ("(" not in name and "<" not in name) or name.startswith(("Memcpy", "Memset")):
         return name
     plain = name.replace("operator()", "operator").replace("(anonymous namespace)::", "")
@@ -36,6 +38,30 @@ def short_kernel_name(name: str) -> str:
             if functor := pattern.search(parameters):
                 return f"{short}<{functor[1]}>"
     return short
+
+
+def _short_mangled(name: str, start: int) -> str:
+    """The function of a name that the compiler mangled, with what a generic one runs: `kentry<FmhaBatchPrefill...>`."""
+    qualified, end = _identifiers(name, start)
+    short = qualified[-1] if qualified else name
+    if not re.fullmatch(r"kentry|kernel|Kernel2?|device_kernel", short):
+        return short
+    while end < len(name):
+        inner, after = _identifiers(name, end)
+        if inner and len(inner[-1]) > len("kernel"):  # shorter ones are numbers among the parameters
+            return f"{short}<{inner[-1]}>"
+        end = after + 1
+    return short
+
+
+def _identifiers(name: str, start: int) -> tuple[list[str], int]:
+    """The length-prefixed identifiers that begin at a place in a mangled name, and where they end."""
+    found = []
+    while length := re.match(r"\d+", name[start:]):
+        begin = start + length.end()
+        start = begin + int(length[0])
+        found.append(name[begin:start])
+    return found, start
 
 
 def _outside_brackets(text: str) -> str:

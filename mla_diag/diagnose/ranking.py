@@ -9,7 +9,9 @@ import msgspec
 import numpy as np
 
 from mla_diag.diagnose.diagnosis import KernelUse, Op, Source
-from mla_diag.diagnose.traffic import bytes_from_shapes, bytes_of_memcpy, tensors
+from mla_diag.diagnose.geometry import bytes_moved
+from mla_diag.diagnose.mapping import MappedOp, Mapping, mapped_op
+from mla_diag.diagnose.traffic import bytes_from_shapes, bytes_of_memcpy
 from mla_diag.trace.columns import MISSING, Ints
 from mla_diag.trace.link import Links
 from mla_diag.trace.model import DeviceKind, Trace
@@ -17,16 +19,24 @@ from mla_diag.trace.model import DeviceKind, Trace
 _NANOS_PER_MS = 1e6
 
 
+class RankedOp(NamedTuple):
+    """A row of the ranking and the device events behind it."""
+
+    op: Op
+    events: Ints
+
+
 class _Row(NamedTuple):
     """The device events of one row of the ranking and what they have in common."""
 
     events: Ints
     op: int
+    mapped: int
     graph: bool
     source: int
 
 
-def rank_ops(trace: Trace, links: Links, events: Ints, steps: int) -> list[Op]:
+def rank_ops(trace: Trace, links: Links, events: Ints, steps: int, mapping: Mapping | None = None) -> list[RankedOp]:
     """Rank what some steps of one stage launched.
 
     Events are one row if they were launched by the same op with the same shapes and types from the same function; where
@@ -37,70 +47,100 @@ def rank_ops(trace: Trace, links: Links, events: Ints, steps: int) -> list[Op]:
         links: Its links.
         events: The device events of the steps.
         steps: How many steps they are of.
+        mapping: What launched the kernels of graph replays, from another trace.
     """
-    total = trace.device_events.duration[events].sum()
-    ops = [_op(trace, links, row, steps, int(total)) for row in _rows(trace, links, events)]
-    return sorted(ops, key=lambda op: (-op.ms_per_step, op.kernel))
+    total = int(trace.device_events.duration[events].sum())
+    ranked = [
+        RankedOp(_op(trace, links, row, steps, total, mapping), row.events)
+        for row in _rows(trace, links, events, mapping)
+    ]
+    return sorted(ranked, key=lambda row: (-row.op.ms_per_step, row.op.kernel))
 
 
-def _rows(trace: Trace, links: Links, events: Ints) -> Iterator[_Row]:
+def _rows(trace: Trace, links: Links, events: Ints, mapping: Mapping | None) -> Iterator[_Row]:
     if not len(events):
         return
     table, op = trace.device_events, links.op[events]
+    mapped = np.full(len(events), MISSING, np.int64) if mapping is None else mapping.op[events].astype(np.int64)
+    keys = np.stack([table.name, table.grid, table.block]).astype(np.int64)[:, events]
     by_op = op != MISSING
-    # np.where evaluates both branches, so an event without an op reads some op's columns and drops them; where the
-    # trace has no ops at all there is nothing to read.
-    op_columns = [trace.ops.name, trace.ops.dims, trace.ops.types] if len(trace.ops) else [np.zeros(1, np.int32)] * 3
-    kernel_columns = [table.name, table.grid, table.block]
-    keys = np.stack(
-        [
-            by_op.astype(np.int64),
-            *(np.where(by_op, a[op], b[events]) for a, b in zip(op_columns, kernel_columns, strict=True)),
-            links.graph[events].astype(np.int64),
-            links.source[events].astype(np.int64),
-        ]
-    )
+    keys[:, by_op] = np.stack([trace.ops.name, trace.ops.dims, trace.ops.types])[:, op[by_op]]
+    if mapping is not None:
+        # A mapped op is one row whatever its kernels; without an op the kernel is all that tells rows apart.
+        named = np.array([entry.op is not None for entry in mapping.ops] or [False])
+        keys[:, (mapped != MISSING) & named[mapped]] = 0
+    keys = np.vstack([keys, by_op, mapped, links.graph[events], links.source[events]])
     _, group = np.unique(keys, axis=1, return_inverse=True)
     order = np.argsort(group, kind="stable")
     for members in np.split(order, np.flatnonzero(np.diff(group[order])) + 1):
         first = members[0]
-        yield _Row(events[members], int(op[first]), bool(links.graph[events[first]]), int(links.source[events[first]]))
+        yield _Row(
+            events[members],
+            int(op[first]),
+            int(mapped[first]),
+            bool(links.graph[events[first]]),
+            int(links.source[events[first]]),
+        )
 
 
-def _op(trace: Trace, links: Links, row: _Row, steps: int, total: int) -> Op:
+def _op(trace: Trace, links: Links, row: _Row, steps: int, total: int, mapping: Mapping | None) -> Op:
     kernels = _kernels(trace, row.events, steps)
     spent = int(trace.device_events.duration[row.events].sum())
     launches = len(row.events)
-    op = None if row.op == MISSING else trace.names[trace.ops.name[row.op]]
-    calls = launches if op is None else len(np.unique(links.op[row.events]))
-    inputs = None
-    if op is not None:
-        inputs = tensors(*(trace.values[c[row.op]] for c in (trace.ops.dims, trace.ops.types, trace.ops.strides)))
-    moved, moved_source = _bytes(trace, row.events)
-    if moved is None and op is not None and inputs and (per_call := bytes_from_shapes(op, inputs)) is not None:
-        moved, moved_source = per_call * calls, "shapes"
-    if op is not None:
-        launched_by = "op"
+    by, calls = _launched_by(trace, links, row, mapping)
+    moved, moved_source = _bytes(trace, row, by, calls, kernels, steps)
+    if row.op != MISSING:
+        how = "op"
     elif row.graph:
-        launched_by = "graph"
+        how = "graph"
     else:
-        launched_by = "direct" if links.launch[row.events[0]] != MISSING else "unknown"
-    source = links.sources[row.source] if row.source != MISSING else None
+        how = "direct" if links.launch[row.events[0]] != MISSING else "unknown"
     return Op(
-        op=op,
+        op=by.op,
         kernel=kernels[0].kernel,
         kernels=kernels,
-        launched_by=launched_by,
+        launched_by=how,
+        mapped=row.mapped != MISSING,
         launches_per_step=launches / steps,
         calls_per_step=calls / steps,
         ms_per_step=spent / steps / _NANOS_PER_MS,
         share=spent / total if total else 0.0,
-        shapes=None if inputs is None else [tensor.shape for tensor in inputs],
-        dtypes=None if inputs is None else [tensor.dtype for tensor in inputs],
+        shapes=None if by.inputs is None else [list(tensor.shape) for tensor in by.inputs],
+        dtypes=None if by.inputs is None else [tensor.dtype for tensor in by.inputs],
         bytes_per_launch=None if moved is None else round(moved / launches),
         bytes_source=moved_source,
-        source=None if source is None else Source(*source),
+        source=None if by.source is None else Source(*by.source),
     )
+
+
+def _launched_by(trace: Trace, links: Links, row: _Row, mapping: Mapping | None) -> tuple[MappedOp, int]:
+    """What launched a row's events, by this trace or by the mapping, and how many calls those were."""
+    if mapping is not None and row.mapped != MISSING:
+        return mapping.ops[row.mapped], len(np.unique(mapping.call[row.events]))
+    source = links.sources[row.source] if row.source != MISSING else None
+    if row.op == MISSING:
+        return MappedOp(None, None, source), len(row.events)
+    return mapped_op(trace, row.op, source), len(np.unique(links.op[row.events]))
+
+
+def _bytes(
+    trace: Trace, row: _Row, by: MappedOp, calls: int, kernels: list[KernelUse], steps: int
+) -> tuple[int | None, str | None]:
+    """What a row's events moved together: a copy's own size is exact, shapes come next, geometry last."""
+    moved = _bytes_of_copies(trace, row.events)
+    if moved is not None:
+        return moved, "memcpy"
+    if by.op is not None and by.inputs:
+        per_call = bytes_from_shapes(by.op, by.inputs, kernels[0].kernel)
+        if per_call is not None:
+            return per_call * calls, "shapes"
+    return _bytes_from_geometry(kernels, steps) if row.op == MISSING else (None, None)
+
+
+def launch_extents(trace: Trace, event: int) -> tuple[list[int] | None, list[int] | None]:
+    """The grid and block of one device event, in blocks and threads."""
+    table = trace.device_events
+    return _extents(trace.values[table.grid[event]]), _extents(trace.values[table.block[event]])
 
 
 def _kernels(trace: Trace, events: Ints, steps: int) -> list[KernelUse]:
@@ -120,15 +160,23 @@ def _kernels(trace: Trace, events: Ints, steps: int) -> list[KernelUse]:
     ]
 
 
-def _bytes(trace: Trace, events: Ints) -> tuple[int | None, str | None]:
+def _bytes_of_copies(trace: Trace, events: Ints) -> int | None:
     """What memcpys and memsets moved, if the row is nothing else and all of them say."""
     table = trace.device_events
     sizes = table.bytes[events]
     if (table.kind[events] == DeviceKind.KERNEL).any() or (sizes < 0).any():
-        return None, None
+        return None
     names = table.name[events].tolist()
-    moved = sum(bytes_of_memcpy(trace.names[name], size) for name, size in zip(names, sizes.tolist(), strict=True))
-    return moved, "memcpy"
+    return sum(bytes_of_memcpy(trace.names[name], size) for name, size in zip(names, sizes.tolist(), strict=True))
+
+
+def _bytes_from_geometry(kernels: list[KernelUse], steps: int) -> tuple[int | None, str | None]:
+    """What kernels moved by their names and launches, if all of them tell."""
+    parts = [(use, bytes_moved(use.kernel, use.grid, use.block)) for use in kernels]
+    moved = [(use.launches_per_step * steps * part.total, part.least) for use, part in parts if part is not None]
+    if not moved or len(moved) < len(parts):
+        return None, None
+    return round(sum(total for total, _ in moved)), "geometry-least" if any(least for _, least in moved) else "geometry"
 
 
 def _extents(text: bytes) -> list[int] | None:

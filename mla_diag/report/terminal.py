@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterator, Sequence
 
 from rich.console import Console
 from rich.text import Text
 
-from mla_diag.diagnose.diagnosis import Diagnosis, Op, StageReport, TraceReport
+from mla_diag.diagnose.diagnosis import Cause, Diagnosis, Finding, Op, StageReport, TraceReport
 from mla_diag.diagnose.kernel_names import short_kernel_name
 
 WIDE = 120
@@ -17,6 +18,7 @@ _GAP = 2
 # On a wide terminal the three text columns share what the figures leave; what an op is needs the most.
 _COLUMN_SHARES = (0.38, 0.30, 0.32)
 _STRIPPED_DIRECTORIES = ("sglang/srt/layers/", "sglang/srt/", "sglang/")
+_SEVERITY_STYLES = {"high": "bold red", "medium": "bold yellow", "low": "bold"}
 _HEADINGS = ("op and kernel", "shapes and types", "launched from")
 
 
@@ -30,10 +32,18 @@ def print_report(diagnosis: Diagnosis, console: Console, top: int) -> None:
         top: Ops a stage.
     """
     for index, trace in enumerate(diagnosis.traces):
+        findings = [finding for finding in diagnosis.findings if finding.trace == index]
         lines = list(_trace_header(trace))
+        for finding in findings:
+            if finding.stage is None:
+                lines += [Text(), *_finding(finding, console)]
         for stage in diagnosis.stages:
             if stage.trace == index:
-                lines += [Text(), *_stage_header(stage), Text(), *_ranking(stage, top, console)]
+                lines += [Text(), *_stage_header(stage)]
+                for finding in findings:
+                    if finding.stage is stage.stage:
+                        lines += [Text(), *_finding(finding, console)]
+                lines += [Text(), *_ranking(stage, top, console)]
         if index:
             lines.insert(0, Text())
         for line in lines:
@@ -72,6 +82,35 @@ def _stage_header(stage: StageReport) -> Iterator[Text]:
         f"{milliseconds(stage.wall_ms_per_step)} ms ({busy:.0%})",
     )
     yield Text(f"between steps: {milliseconds(stage.between_steps_ms_per_step)} ms of device time a step", "dim")
+
+
+def _finding(finding: Finding, console: Console) -> Iterator[Text]:
+    """What is wrong, what it rests on, where it comes from, what to do."""
+    cost = "" if finding.share is None else f" ({finding.share:.1%})"
+    label = f"{finding.severity.upper()} {finding.kind}"
+    yield Text.assemble((label, _SEVERITY_STYLES[finding.severity]), f"{cost}: ", (finding.title, "bold"))
+    cause = finding.cause
+    details = {
+        "detail": finding.detail,
+        "cause": "" if cause is None else _cause(cause),
+        "remedy": finding.remedy,
+        "confidence": "" if finding.confidence == "high" else finding.confidence,
+    }
+    for name, text in details.items():
+        if text:
+            yield from _hanging(f"  {name:<11}", text, console)
+
+
+def _cause(cause: Cause) -> str:
+    line = "" if cause.line is None else f":{cause.line}"
+    return f"{cause.file}{line} {cause.function}" + (" (inferred: the trace has no stack)" if cause.inferred else "")
+
+
+def _hanging(label: str, text: str, console: Console) -> Iterator[Text]:
+    """A label and a text that is wrapped beside it; in a pipe it stays one line."""
+    room = console.width - len(label) if console.is_terminal else len(text) + 1
+    for number, line in enumerate(textwrap.wrap(text, max(room, 20), break_long_words=False, break_on_hyphens=False)):
+        yield Text.assemble((label if number == 0 else " " * len(label), "dim"), line)
 
 
 def _ranking(stage: StageReport, top: int, console: Console) -> Iterator[Text]:

@@ -65,7 +65,7 @@ class Links:
 
     @cached_property
     def _frames(self) -> tuple[Ids, list[Source]]:
-        return _innermost_sources(self.trace, np.where(self.graph, MISSING, self.launch))
+        return innermost_sources(self.trace, np.where(self.graph, MISSING, self.launch))
 
 
 def link(trace: Trace) -> Links:
@@ -150,7 +150,8 @@ def parse_source(frame: str) -> Source | None:
     return None
 
 
-def _innermost_sources(trace: Trace, launch: Ints) -> tuple[Ids, list[Source]]:
+def innermost_sources(trace: Trace, launch: Ints) -> tuple[Ids, list[Source]]:
+    """For each launch, by its row or -1, the number of the innermost serving function around it, or -1; and those."""
     result = np.full(len(launch), MISSING, np.int32)
     launched = np.flatnonzero(launch != MISSING)
     rows = launch[launched]

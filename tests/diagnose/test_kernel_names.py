@@ -38,6 +38,13 @@ from mla_diag.diagnose.kernel_names import short_kernel_name
             "fused_add_rms_norm_kernel",
         ),
         ("void (anonymous namespace)::act_and_mul_kernel<__nv_bfloat16, true>(int)", "act_and_mul_kernel"),
+        ("_ZN5aiter24add_rmsnorm_quant_kernelIDF16bDF16bLi256EEEvPT_", "add_rmsnorm_quant_kernel"),
+        (
+            "_ZN7ck_tile6kentryILi2ENS_38FmhaBatchPrefillWithPagedKVCacheKernelINS_1xEEEJEEEvDpT1_",
+            "kentry<FmhaBatchPrefillWithPagedKVCacheKernel>",
+        ),
+        ("_Z6kernelv", "kernel"),
+        ("_Z", "_Z"),
         ("<", "<"),
         ("", ""),
     ],

@@ -1,0 +1,157 @@
+"""One rank's trace to its figures and findings: linked, cut into steps, ranked, and looked at by every rule."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from mla_diag.diagnose.attention import copies_before_attention
+from mla_diag.diagnose.case import StageCase
+from mla_diag.diagnose.diagnosis import Finding, Op, StageReport, TraceReport
+from mla_diag.diagnose.gpu import gpu_of
+from mla_diag.diagnose.mapping import Mapping, Reference, map_kernels
+from mla_diag.diagnose.notes import notes
+from mla_diag.diagnose.pool import Pool, find_pool, pool_from_geometry
+from mla_diag.diagnose.ranking import RankedOp, rank_ops
+from mla_diag.diagnose.rules import RULES
+from mla_diag.diagnose.server_info import ServerInfo
+from mla_diag.diagnose.step_spans import Stage, describe_batch
+from mla_diag.diagnose.steps import Steps, busy, find_steps
+from mla_diag.errors import UnreadableInputError
+from mla_diag.trace.columns import MISSING, Ints
+from mla_diag.trace.link import Links, link
+from mla_diag.trace.model import Trace
+
+_NANOS_PER_MS = 1e6
+
+
+class Known(NamedTuple):
+    """What is known beside a trace.
+
+    Attributes:
+        warmup: Steps to leave out at the head of each stage.
+        server: What the server says of itself.
+        reference: What the same server launches where ops are recorded.
+    """
+
+    warmup: int = 0
+    server: ServerInfo | None = None
+    reference: Reference | None = None
+
+
+class TraceDiagnosis(NamedTuple):
+    """What is said of one rank's trace."""
+
+    summary: TraceReport
+    stages: list[StageReport]
+    findings: list[Finding]
+
+
+def explain_trace(trace: Trace, index: int = 0, known: Known | None = None) -> TraceDiagnosis:
+    """Explain one rank's trace.
+
+    Args:
+        trace: The trace.
+        index: Its place among the traces of a diagnosis.
+        known: What is known beside it.
+
+    Raises:
+        UnreadableInputError: It holds no device work, and not because it was cut off.
+    """
+    known = known or Known()
+    events = trace.device_events
+    if not len(events) and not trace.damage.truncated:
+        raise UnreadableInputError(
+            f"{trace.path}: no device work among its {trace.event_count:,} events, only the host's; "
+            "profile with GPU activities, and with no other profiler attached to the GPU"
+        )
+    links = link(trace)
+    steps = find_steps(trace, links, known.warmup)
+    placed = np.where(steps.inside != MISSING, steps.inside, steps.after)
+    left_out = (placed != MISSING) & ~steps.counted[placed] if len(steps.counted) else np.zeros(len(events), bool)
+    launched = links.launch != MISSING
+
+    def milliseconds(mask: np.ndarray[tuple[int], np.dtype[np.bool_]]) -> float:
+        return float(events.duration[mask].sum()) / _NANOS_PER_MS
+
+    summary = TraceReport(
+        path=str(trace.path),
+        rank=trace.rank,
+        label=trace.label,
+        device=trace.device,
+        events=trace.event_count,
+        device_ms=float(events.duration.sum()) / _NANOS_PER_MS,
+        before_first_step_ms=milliseconds((placed == MISSING) & launched),
+        left_out_ms=milliseconds(left_out),
+        unattributed_ms=milliseconds((placed == MISSING) & ~launched),
+        notes=notes(trace, links, steps),
+    )
+    mapping = None
+    if known.reference is not None:
+        mapping = map_kernels(trace, links, steps.inside, steps.spans.stages, known.reference)
+    ranked = {stage: _ranked(trace, links, steps, stage, mapping) for stage in Stage if len(steps.of(stage))}
+    gpu, pool = gpu_of(trace), _pool(trace, steps, ranked, known.server)
+    reports, findings = [], []
+    for stage, rows in ranked.items():
+        report = _stage_report(trace, steps, stage, index, [row.op for row in rows])
+        case = StageCase(trace, links, steps, report, rows, gpu, pool, known.server)
+        findings += [finding for rule in RULES.values() for finding in rule(case)]
+        reports.append(report)
+    return TraceDiagnosis(summary, reports, findings)
+
+
+def _ranked(trace: Trace, links: Links, steps: Steps, stage: Stage, mapping: Mapping | None) -> list[RankedOp]:
+    chosen = steps.of(stage)
+    return rank_ops(trace, links, np.flatnonzero(np.isin(steps.inside, chosen)), len(chosen), mapping)
+
+
+def _pool(trace: Trace, steps: Steps, ranked: dict[Stage, list[RankedOp]], server: ServerInfo | None) -> Pool | None:
+    """The pool, by the server or by shapes, else by what is copied before attention."""
+    names = [name for number, name in enumerate(steps.spans.names) if steps.counted[number]]
+    pool = find_pool((row.op for rows in ranked.values() for row in rows), names, server)
+    if pool is None:
+        events = np.flatnonzero((steps.inside != MISSING) & steps.counted[steps.inside])
+        pool = pool_from_geometry([copy.elements.most for copy in copies_before_attention(trace, events)], names)
+    return pool
+
+
+def _stage_report(trace: Trace, steps: Steps, stage: Stage, index: int, ops: list[Op]) -> StageReport:
+    events, chosen = trace.device_events, steps.of(stage)
+    count = len(chosen)
+    inside = [np.flatnonzero(steps.inside == step) for step in chosen]
+    device = [float(events.duration[rows].sum()) / _NANOS_PER_MS for rows in inside]
+    union = sum(busy(events.start[rows], events.end[rows]) for rows in inside)
+    of_stage = [number for number, other in enumerate(steps.spans.stages) if other is stage]
+    return StageReport(
+        stage=stage,
+        trace=index,
+        rank=trace.rank,
+        steps=count,
+        steps_left_out=len(of_stage) - count,
+        step_source=steps.spans.source,
+        step_names=dict(describe_batch([steps.spans.names[step] for step in chosen])),
+        device_ms_per_step=sum(device) / count,
+        device_ms_min=min(device),
+        device_ms_max=max(device),
+        busy_ms_per_step=union / count / _NANOS_PER_MS,
+        wall_ms_per_step=_wall(trace, steps, chosen) / _NANOS_PER_MS,
+        between_steps_ms_per_step=float(events.duration[np.isin(steps.after, chosen)].sum()) / count / _NANOS_PER_MS,
+        ops=ops,
+    )
+
+
+def _wall(trace: Trace, steps: Steps, chosen: Ints) -> float:
+    """The median time from a step's first device event to the next step's first, whatever stage that is of.
+
+    The median, because a server that waits for a request between two steps spends no step's time. The last step of a
+    trace has no next; if there is none but it, its time runs to its last device event.
+    """
+    events = trace.device_events
+    first, last = {}, {}
+    for step in np.unique(steps.inside[steps.inside != MISSING]).tolist():
+        rows = steps.inside == step
+        first[step], last[step] = int(events.start[rows].min()), int(events.end[rows].max())
+    spans = [first[step + 1] - first[step] for step in chosen.tolist() if step in first and step + 1 in first]
+    spans = spans or [last[step] - first[step] for step in chosen.tolist() if step in first]
+    return float(np.median(spans)) if spans else 0.0

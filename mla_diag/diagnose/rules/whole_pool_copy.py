@@ -1,0 +1,184 @@
+"""whole-pool-copy: an op that reads and writes every row of the KV pool, whatever rows the requests need.
+
+SGLang's MLA backends cast the FP8 pool to the query's type before attention, in every layer of every step
+(sglang#35291); others make it contiguous (sglang#34525), slice and concatenate it (tt-xla#4197), or convert it beside
+attention (vllm#35695). The type need not change, and the copy need not be fast: the first runs at a fifth of
+the bandwidth.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from mla_diag.diagnose.attention import AttentionCopy, copies_before_attention, is_copy
+from mla_diag.diagnose.case import StageCase, cause_of
+from mla_diag.diagnose.cause import infer_pool_copy_cause
+from mla_diag.diagnose.diagnosis import Cause, Finding, Op
+from mla_diag.diagnose.geometry import converts
+from mla_diag.diagnose.pool import Pool
+from mla_diag.diagnose.ranking import RankedOp
+from mla_diag.diagnose.thresholds import WHOLE_POOL
+
+KIND = "whole-pool-copy"
+
+# Ops that move every element of the tensors they are given.
+_WHOLE = {"copy_", "clone", "contiguous", "_to_copy", "to", "cat", "flip", "roll", "repeat", "index_fill"}
+# Ops that move the rows that their index names.
+_INDEXED = {"index_select", "embedding", "gather", "take_along_dim"}
+
+
+@dataclass(frozen=True)
+class _Copy:
+    """One row of the ranking that copies the pool.
+
+    Attributes:
+        row: The row.
+        elements: Elements that one call copies.
+        from_geometry: Whether those are by the launch's geometry, right to within a block.
+        cause: The function that does it.
+        confidence: How sure it is that this is the pool.
+    """
+
+    row: RankedOp
+    elements: int
+    from_geometry: bool
+    cause: Cause | None
+    confidence: str
+
+
+def find(case: StageCase) -> Iterator[Finding]:
+    """One finding for each function that copies the pool in this stage."""
+    if case.pool is None:
+        return
+    by_cause: dict[Cause | None, list[_Copy]] = {}
+    for copy in [*_by_shape(case, case.pool), *_by_place(case, case.pool)]:
+        by_cause.setdefault(copy.cause, []).append(copy)
+    for cause, copies in by_cause.items():
+        yield _finding(case, case.pool, cause, copies)
+
+
+def _by_shape(case: StageCase, pool: Pool) -> Iterator[_Copy]:
+    """Rows whose op was given the pool and copies half of its rows or more."""
+    before: dict[int, AttentionCopy] | None = None
+    for row in case.ranked:
+        copied = _copied_elements(row.op, pool)
+        if copied is None or copied < WHOLE_POOL * pool.elements:
+            continue
+        cause = cause_of(row.op)
+        if cause is None:
+            before = _before_attention(case) if before is None else before
+            cause = next((_infer(case, before[event]) for event in row.events.tolist() if event in before), None)
+        yield _Copy(row, copied, False, cause, pool.confidence)
+
+
+def _copied_elements(op: Op, pool: Pool) -> int | None:
+    """Elements of the pool that a call of the op copies, or None if it copies none of it."""
+    if not op.shapes:
+        return None
+    name = (op.op or "").rpartition("::")[2]
+    held = [shape for shape in op.shapes if pool.held_by(shape)]
+    if not held:
+        return None
+    if name in _WHOLE:
+        return max(map(math.prod, held))
+    if name in _INDEXED and len(op.shapes) > 1:
+        table, index = op.shapes[0], op.shapes[1]
+        return math.prod(index) * math.prod(table[1:]) if pool.held_by(table) else None
+    if name == "index" and is_copy(op.kernel):
+        use = op.kernels[0]
+        return math.prod(held[0]) if use.grid and math.prod(use.grid) * 1024 >= pool.rows else None
+    return None
+
+
+def _by_place(case: StageCase, pool: Pool) -> Iterator[_Copy]:
+    """Rows without shapes: copies as large as the pool right before the attention of each layer."""
+    large = {
+        event: copy
+        for event, copy in _before_attention(case).items()
+        if copy.elements.most >= WHOLE_POOL * pool.elements
+    }
+    for row in case.ranked:
+        if row.op.shapes is not None:
+            continue
+        placed = [large[event] for event in row.events.tolist() if event in large]
+        if 2 * len(placed) > len(row.events):
+            confidence = pool.confidence if placed[0].elements.may_be(pool.elements) else "low"
+            yield _Copy(row, placed[0].elements.most, True, _infer(case, placed[0]), confidence)
+
+
+def _before_attention(case: StageCase) -> dict[int, AttentionCopy]:
+    """The copy right before an attention kernel that each device event is part of."""
+    return {event: copy for copy in copies_before_attention(case.trace, case.events) for event in copy.events}
+
+
+def _infer(case: StageCase, copy: AttentionCopy) -> Cause | None:
+    kernel = case.trace.names[case.trace.device_events.name[copy.attention]]
+    return infer_pool_copy_cause(kernel, case.report.stage, case.server)
+
+
+def _finding(case: StageCase, pool: Pool, cause: Cause | None, copies: list[_Copy]) -> Finding:
+    ops = [copy.row.op for copy in copies]
+    cost = sum(op.ms_per_step for op in ops)
+    share = sum(op.share for op in ops)
+    calls = sum(op.calls_per_step for op in ops)
+    known = [op for op in ops if op.bytes_per_launch is not None]
+    moved = sum((op.bytes_per_launch or 0) * op.launches_per_step for op in known) if len(known) == len(ops) else None
+    rate = None if moved is None or not cost else moved / (cost / 1e3)
+    first = copies[0]
+    dtypes = first.row.op.dtypes
+    if dtypes and len(set(dtypes)) == 2:
+        change = f"converted from {dtypes[1]} to {dtypes[0]}"
+    else:
+        change = "converted" if converts(first.row.op.kernel) else "copied"
+    return case.finding(
+        KIND,
+        f"the whole KV pool, {pool.rows:,} rows of {pool.width}, is {change} {calls:,.6g} times a step: "
+        f"{cost:.1f} of {case.report.device_ms_per_step:.1f} ms",
+        cost_ms=cost,
+        share=share,
+        evidence={
+            "op": first.row.op.op,
+            "kernel": first.row.op.kernel,
+            "shapes": first.row.op.shapes,
+            "dtypes": dtypes,
+            "pool_rows": pool.rows,
+            "pool_width": pool.width,
+            "pool_source": pool.source,
+            "elements_per_call": first.elements,
+            "elements_source": "geometry" if first.from_geometry else "shapes",
+            "calls_per_step": calls,
+            "launches_per_step": sum(op.launches_per_step for op in ops),
+            "bytes_per_launch": first.row.op.bytes_per_launch,
+            "bytes_per_step": None if moved is None else round(moved),
+            "bytes_source": first.row.op.bytes_source,
+            "bytes_per_second": None if rate is None else round(rate),
+            "peak_bytes_per_second": case.gpu.bandwidth,
+            "bandwidth_share": None if rate is None or not case.gpu.bandwidth else rate / case.gpu.bandwidth,
+            "saves_ms_per_step": cost,
+        },
+        detail=_detail(case, first, moved, rate),
+        cause=cause,
+        remedy=_remedy(change),
+        confidence=min((copy.confidence for copy in copies), key=("low", "medium", "high").index),
+    )
+
+
+def _detail(case: StageCase, first: _Copy, moved: float | None, rate: float | None) -> str:
+    if moved is None or rate is None:
+        return ""
+    least = "at least " if first.row.op.bytes_source == "geometry-least" else ""
+    text = f"{least}{moved / 1e9:.1f} GB a step at {rate / 1e9:,.0f} GB/s"
+    if case.gpu.bandwidth:
+        text += f", {rate / case.gpu.bandwidth:.0%} of what a {case.gpu.name} can move"
+    return text
+
+
+def _remedy(change: str) -> str:
+    if change == "copied":
+        return "read the pool where it lies, or copy only the rows that the requests refer to"
+    return (
+        "`mla-diag fix --apply` makes attention read the pool as it is; without it, "
+        "`--attention-backend flashmla --page-size 64` does not copy, nor does a BF16 pool, which holds half as much"
+    )
