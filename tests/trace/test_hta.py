@@ -22,7 +22,7 @@ def test_without_hta_the_error_says_what_to_install(tmp_path):
 
 @needs_hta
 def test_hta_finds_the_device_time_that_we_find(recordings):
-    """HTA#317: its own reader rounds to microseconds; it has 355,141 us of kernels here for 362,240, 71 of copies for 89."""
+    """HTA#317: its own reader rounds to microseconds; 355,141 us of kernels here, not 362,240; 71 of copies, not 89."""
     trace = read_trace(recordings / "base-graph-decode.trace.json.gz")
     _, kernels = trace.to_hta().get_gpu_kernel_breakdown(visualize=False)
     found = kernels.groupby("kernel_type")["sum (us)"].sum()
