@@ -62,8 +62,9 @@ def explain_trace(trace: Trace, index: int = 0, known: Known | None = None) -> T
     known = known or Known()
     events = trace.device_events
     if not len(events) and not trace.damage.truncated:
+        part = "" if trace.label is None else f" that is of {trace.label}"
         raise UnreadableInputError(
-            f"{trace.path}: no device work among its {trace.event_count:,} events, only the host's; "
+            f"{trace.path}: no device work among its {trace.event_count:,} events{part}, only the host's; "
             "profile with GPU activities, and with no other profiler attached to the GPU"
         )
     links = link(trace)
