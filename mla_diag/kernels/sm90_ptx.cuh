@@ -1,0 +1,134 @@
+// The Hopper instructions that mla_fp8_sm90.cu is made of, one function each. It includes no CUDA header, so that NVRTC,
+// which comes with torch, can build it where there is no toolkit.
+#pragma once
+
+using u32 = unsigned int;
+using u64 = unsigned long long;
+using i64 = long long;
+
+__device__ inline u32 shared_address(const void* pointer) { return static_cast<u32>(__cvta_generic_to_shared(pointer)); }
+
+// ---- numbers ---------------------------------------------------------------------------------------------------------
+
+// Two e4m3 bytes, the low or the high half of `word`, as two fp16. Exact: every e4m3 value is an fp16 value.
+__device__ inline u32 e4m3x2_lo(u32 word) {
+  u32 pair;
+  asm("{ .reg .b16 lo, hi; mov.b32 {lo, hi}, %1; cvt.rn.f16x2.e4m3x2 %0, lo; }" : "=r"(pair) : "r"(word));
+  return pair;
+}
+
+__device__ inline u32 e4m3x2_hi(u32 word) {
+  u32 pair;
+  asm("{ .reg .b16 lo, hi; mov.b32 {lo, hi}, %1; cvt.rn.f16x2.e4m3x2 %0, hi; }" : "=r"(pair) : "r"(word));
+  return pair;
+}
+
+__device__ inline u32 pack_f16x2(float lo, float hi) {
+  u32 pair;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(hi), "f"(lo));
+  return pair;
+}
+
+__device__ inline u32 pack_bf16x2(float lo, float hi) {
+  u32 pair;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(hi), "f"(lo));
+  return pair;
+}
+
+__device__ inline float2 unpack_f16x2(u32 pair) {
+  float2 value;
+  asm("{ .reg .b16 lo, hi; mov.b32 {lo, hi}, %2; cvt.f32.f16 %0, lo; cvt.f32.f16 %1, hi; }"
+      : "=f"(value.x), "=f"(value.y)
+      : "r"(pair));
+  return value;
+}
+
+__device__ inline float2 unpack_bf16x2(u32 pair) {
+  return make_float2(__uint_as_float(pair << 16), __uint_as_float(pair & 0xffff0000u));
+}
+
+__device__ inline float exp2_approx(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+__device__ inline float infinity() { return __int_as_float(0x7f800000); }
+
+// ---- copies and barriers ---------------------------------------------------------------------------------------------
+
+// 16 bytes from global to shared memory, past L1 and past the registers.
+__device__ inline void copy_async_16(u32 shared, const void* global) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared), "l"(global) : "memory");
+}
+
+__device__ inline void copy_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+template <int Pending>
+__device__ inline void copy_async_wait() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(Pending) : "memory");
+}
+
+// Orders this thread's ordinary writes to shared memory before the tensor cores' reads of it.
+__device__ inline void fence_for_tensor_cores() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+// Programmatic dependent launch: let the next kernel of the stream start early, and wait for the one before to be done.
+__device__ inline void launch_dependents() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+__device__ inline void wait_for_primary() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+
+// ---- wgmma -----------------------------------------------------------------------------------------------------------
+
+__device__ inline void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ inline void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+
+template <int Pending>
+__device__ inline void wgmma_wait() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(Pending) : "memory");
+}
+
+// Keeps the compiler from moving a use of the accumulators above the wait that makes them valid.
+template <int Count>
+__device__ inline void pin(float (&registers)[Count]) {
+#pragma unroll
+  for (int i = 0; i < Count; ++i) asm volatile("" : "+f"(registers[i])::"memory");
+}
+
+// Describes a B operand of 16 (k) x 8 * `column_blocks` values that lies in shared memory as 8 x 8 core matrices of 128
+// bytes, column blocks first, unswizzled: bits 0-13 address, 16-29 stride between k blocks, 32-45 between column blocks,
+// each in units of 16 bytes.
+__device__ inline u64 operand_descriptor(u32 address, int column_blocks) {
+  return static_cast<u64>(address >> 4) | static_cast<u64>(column_blocks * 8) << 16 | static_cast<u64>(8) << 32;
+}
+
+// d[64 x 8 * blocks] += a[64 x 16] b[16 x 8 * blocks], a in registers and b in shared memory; `ColumnMajor` tells how the
+// 8 x 8 core matrices of b are stored: 0 with k contiguous, 1 with columns contiguous.
+#define WGMMA_D8(d, i) \
+  "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), "+f"(d[i + 7])
+
+template <int TransposeB>
+__device__ inline void wgmma(float (&d)[8], const u32 (&a)[4], u64 b) {
+  asm volatile(
+      "{ .reg .pred p; setp.eq.u32 p, 0, 0; wgmma.mma_async.sync.aligned.m64n16k16.f32.f16.f16 {%0, %1, %2, %3, %4, %5, %6, %7}, "
+      "{%8, %9, %10, %11}, %12, p, 1, 1, %13; }"
+      : WGMMA_D8(d, 0)
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(TransposeB));
+}
+
+template <int TransposeB>
+__device__ inline void wgmma(float (&d)[16], const u32 (&a)[4], u64 b) {
+  asm volatile(
+      "{ .reg .pred p; setp.eq.u32 p, 0, 0; wgmma.mma_async.sync.aligned.m64n32k16.f32.f16.f16 {%0, %1, %2, %3, %4, %5, %6, %7, "
+      "%8, %9, %10, %11, %12, %13, %14, %15}, {%16, %17, %18, %19}, %20, p, 1, 1, %21; }"
+      : WGMMA_D8(d, 0), WGMMA_D8(d, 8)
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(TransposeB));
+}
+
+template <int TransposeB>
+__device__ inline void wgmma(float (&d)[32], const u32 (&a)[4], u64 b) {
+  asm volatile(
+      "{ .reg .pred p; setp.eq.u32 p, 0, 0; wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16 {%0, %1, %2, %3, %4, %5, %6, %7, "
+      "%8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, "
+      "%24, %25, %26, %27, %28, %29, %30, %31}, {%32, %33, %34, %35}, %36, p, 1, 1, %37; }"
+      : WGMMA_D8(d, 0), WGMMA_D8(d, 8), WGMMA_D8(d, 16), WGMMA_D8(d, 24)
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(TransposeB));
+}
