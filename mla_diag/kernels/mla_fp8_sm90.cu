@@ -7,29 +7,34 @@
 //   - one conversion serves all heads of the tile, and no row of a tile is padding when there are 16 heads;
 //   - what wgmma reads from shared memory, Q and P, is small.
 //
+// A block has a warpgroup that copies pool rows and two that compute. Those two take turns at the scores, one the even
+// tiles and one the odd, and each accumulates half of the latents of every tile: while one turns a tile's scores into
+// probabilities, the other has the tensor cores for the next tile's scores.
+//
 // The grid is fixed and its blocks share the work evenly, whatever the lengths: all (request, row tile, KV tile) triples
 // are laid end to end and each block takes one contiguous span. A (request, row tile) that one block covers whole is
 // written out at once; one that is split over blocks leaves partial results, which mla_combine joins.
 //
-// Built once per tile shape: ROWS query rows (token x head) by 64 tokens, WARPGROUPS warpgroups, STAGES tiles of the pool
-// in flight, BLOCKS blocks on a multiprocessor. See mla_fp8_sm90.py for the choices and docs/kernel-log.md for the reasons.
+// Built once per tile shape: ROWS query rows (token x head) by 64 tokens, STAGES tiles of the pool in shared memory,
+// BLOCKS blocks on a multiprocessor. See mla_fp8_sm90.py for the choices and docs/kernel-log.md for the reasons.
 #include "sm90_ptx.cuh"
 
-#if !defined(ROWS) || !defined(WARPGROUPS) || !defined(STAGES) || !defined(BLOCKS) || !defined(SHARED_BYTES)
-#error "define ROWS, WARPGROUPS, STAGES, BLOCKS and SHARED_BYTES"
+#if !defined(ROWS) || !defined(STAGES) || !defined(BLOCKS) || !defined(SHARED_BYTES)
+#error "define ROWS, STAGES, BLOCKS and SHARED_BYTES"
+#endif
+#ifndef BULK
+#define BULK 1
 #endif
 
 constexpr int LATENT = 512, ROPE = 64, WIDTH = LATENT + ROPE;
-constexpr int TOKENS = 64;                                // of one KV tile: the 64 rows of one wgmma
-constexpr int THREADS = 128 * WARPGROUPS, WARPS = THREADS / 32;
-constexpr int STRIDE = WIDTH + 32;                        // of a pool row in shared memory: see `shuffled`
-constexpr int COLUMN_BLOCKS = ROWS / 8;                   // of a wgmma's columns, which are the tile's query rows
-constexpr int LATENT_BLOCKS = LATENT / 64 / WARPGROUPS;   // of 64 latents, for each warpgroup
-constexpr int OWNED_BLOCKS = COLUMN_BLOCKS / WARPGROUPS;  // of score columns that one warpgroup turns into probabilities
-constexpr int EXCHANGED = WARPGROUPS == 1 ? 1 : 128 * OWNED_BLOCKS;
-constexpr int COPIES = 2 / WARPGROUPS;                    // pool rows of a tile that one thread copies a quarter of
+constexpr int TOKENS = 64;                          // of one KV tile: the 64 rows of one wgmma
+constexpr int STRIDE = WIDTH + 32;                  // of a pool row in shared memory: see `shuffled`
+constexpr int COLUMNS = ROWS / 8;                   // blocks of 8 columns of a wgmma, which are the tile's query rows
+constexpr int LATENT_BLOCKS = LATENT / 2 / 64;      // blocks of 64 latents, for each computing warpgroup
+constexpr int COMPUTE_THREADS = 256, COPY_THREADS = 128, THREADS = COMPUTE_THREADS + COPY_THREADS;
+constexpr int COPY_REGISTERS = 24, COMPUTE_REGISTERS = BLOCKS == 1 ? 240 : 104;
 constexpr float LOG2E = 1.4426950408889634f, NEVER = -1e30f;
-constexpr float HEADROOM = 8.f;                           // probabilities may reach 2^8 before the maximum is raised
+constexpr float HEADROOM = 8.f;                     // probabilities may reach 2^8 before the maximum is raised
 
 struct Params {
   const unsigned short *q_nope, *q_rope;  // bf16 or fp16
@@ -65,21 +70,41 @@ __device__ inline Request load_request(const Params& p, int request) {
 
 struct alignas(128) Shared {
   unsigned char kv[STAGES][TOKENS * STRIDE];
-  u32 q[WIDTH / 16][2][COLUMN_BLOCKS][8][4];       // fp16 pairs as wgmma core matrices, see load_query
-  u32 p[TOKENS / 8][COLUMN_BLOCKS][8][4];          // the same for the probabilities
-  float4 exchange[WARPGROUPS][EXCHANGED];  // scores on their way to the warpgroup that owns their columns
-  float warp_value[4][ROWS];                       // one value a column from each warp of a warpgroup
-  float column_value[ROWS];
-  int warp_sum[WARPS];
+  u32 q[WIDTH / 16][2][COLUMNS][8][4];    // fp16 pairs as wgmma core matrices, see load_query
+  u32 p[2][TOKENS / 8][COLUMNS][8][4];    // the same for the probabilities of an even and an odd tile
+  float warp_value[COMPUTE_THREADS / 32][ROWS];
+  float maximum[ROWS], factor[ROWS];      // of a column: reference point of its exponents; what its accumulators shrink by
+  u64 full[STAGES], empty[STAGES];
+  int warp_sum[THREADS / 32];
   int span_request, span_offset;
   u32 query_max;
 };
-
 static_assert(sizeof(Shared) <= SHARED_BYTES, "the launch asks for less shared memory than the kernel uses");
 
 // Place -> token within each 8 tokens of a tile. With rows 608 bytes apart (96 mod 128), rows in this order put the eight
 // 16-byte words that a quarter of a warp reads, and the four 32-byte runs that half a warp reads, into different banks.
 __device__ inline int shuffled(int place) { return 0x57463120 >> (4 * place) & 7; }
+
+// A position in the ring of tiles in shared memory.
+struct Turn {
+  int stage = 0;
+  u32 phase = 0;
+
+  __device__ Turn next() const { return stage + 1 < STAGES ? Turn{stage + 1, phase} : Turn{0, phase ^ 1}; }
+};
+
+// A run of KV tiles of one (request, row tile).
+struct Piece {
+  Request request;
+  int first_row, rows;      // query rows (token x head) of the tile
+  int begin, tiles;
+  float *partial, *partial_lse;  // null when the piece is the whole
+
+  // The tokens that a query row may see; any row of the tile sees those that its first row sees.
+  __device__ int visible(const Params& p, int row) const {
+    return p.causal ? request.kv_len - request.tokens + 1 + min(row / p.heads, request.tokens - 1) : request.kv_len;
+  }
+};
 
 // ---- the span of tiles that this block works on ----------------------------------------------------------------------
 
@@ -106,7 +131,7 @@ __device__ inline Span find_span(const Params& p, Shared& s) {
   __syncthreads();
   int total = 0, first = upto - own;
 #pragma unroll
-  for (int i = 0; i < WARPS; ++i) {
+  for (int i = 0; i < THREADS / 32; ++i) {
     if (i < warp) first += s.warp_sum[i];
     total += s.warp_sum[i];
   }
@@ -127,33 +152,83 @@ __device__ inline Span find_span(const Params& p, Shared& s) {
   return {s.span_request, s.span_offset, max(0, min(quota, total - start))};
 }
 
+// ---- copying pool rows -----------------------------------------------------------------------------------------------
+
+// The copying warpgroup's part of one piece. Lane pairs of a tile's rows to threads: each of the 4 warps copies 16 rows.
+// Places behind the end repeat the last token, which the mask then hides: nothing is read that the request does not own.
+__device__ inline Turn copy_piece(const Params& p, const Piece& piece, Turn turn, Shared& s) {
+  const int thread = threadIdx.x - COMPUTE_THREADS, lane = thread % 32;
+#if BULK
+  const int place = thread / 32 * 16 + lane % 16;
+#else
+  const int place = thread / 32 * 16 + lane / 4;
+#endif
+  constexpr int EACH = BULK ? 1 : 2;
+  // The page is loaded one tile ahead, and nothing is computed from it before its turn: the load's wait is hidden.
+  int page[EACH], offset[EACH];
+  auto look_up = [&](int tile) {
+#pragma unroll
+    for (int i = 0; i < EACH; ++i) {
+      const int token = min(tile * TOKENS + place + 8 * i, piece.request.kv_len - 1);
+      int slot = token;
+      offset[i] = 0;
+      if (p.page_size != 1) slot = token / p.page_size, offset[i] = token - slot * p.page_size;
+      page[i] = piece.request.pages[slot];
+    }
+  };
+  if (piece.tiles > 0) look_up(piece.begin);
+  for (int i = 0; i < piece.tiles; ++i, turn = turn.next()) {
+    i64 row[EACH];
+#pragma unroll
+    for (int k = 0; k < EACH; ++k) row[k] = static_cast<i64>(page[k]) * p.page_size + offset[k];
+    if (i + 1 < piece.tiles) look_up(piece.begin + i + 1);
+    const u32 full = shared_address(&s.full[turn.stage]);
+    barrier_wait(shared_address(&s.empty[turn.stage]), turn.phase ^ 1);
+#if BULK
+    if (lane == 0) barrier_arrive_expecting(full, 16 * WIDTH);
+    __syncwarp();
+    if (lane < 16) copy_bulk(shared_address(&s.kv[turn.stage][place * STRIDE]), p.pool + row[0] * p.pool_row, WIDTH, full);
+#else
+#pragma unroll
+    for (int k = 0; k < EACH; ++k) {
+      const unsigned char* from = p.pool + row[k] * p.pool_row + 16 * (lane % 4);
+      const u32 to = shared_address(&s.kv[turn.stage][(place + 8 * k) * STRIDE + 16 * (lane % 4)]);
+#pragma unroll
+      for (int j = 0; j < WIDTH / 64; ++j) copy_async_16(to + 64 * j, from + 64 * j);
+    }
+    barrier_arrive_after_copies(full);
+#endif
+  }
+  return turn;
+}
+
 // ---- operands --------------------------------------------------------------------------------------------------------
 
-// The order of k within a dot product is free, so a thread may hold neighbouring latents of a token, as it reads them:
-// 16 bytes (4 k-steps) in the latent part, 8 bytes (2 k-steps) in each half of the rotary part. Q is stored to match.
+// The order of k within a dot product is free, so a thread may hold 16 neighbouring values of a token, as it reads them,
+// which are four k-steps. Q is stored to match.
 // Q is scaled by a power of two that brings the tile's largest value near 2^15: a bf16 query may exceed fp16's range.
 // Returns the factor that turns a dot product into a base-2 logit.
-__device__ inline float load_query(const Params& p, const Request& r, int first_row, Shared& s) {
+__device__ inline float load_query(const Params& p, const Piece& piece, Shared& s) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, row_in_block = lane / 4, quad = lane % 4;
-  constexpr int UNITS = 9 * COLUMN_BLOCKS, EACH = (UNITS + WARPS - 1) / WARPS;  // of 8 rows x 64 values
+  constexpr int UNITS = 9 * COLUMNS, EACH = (UNITS + 7) / 8;  // of 8 rows x 64 values
   auto unpack = [&](u32 pair) { return p.is_fp16 ? unpack_f16x2(pair) : unpack_bf16x2(pair); };
   u32 pairs[EACH][8];
 #pragma unroll
   for (int i = 0; i < EACH; ++i) {
-    const int unit = warp + i * WARPS, row = first_row + unit / 9 * 8 + row_in_block, block = unit % 9;
+    const int unit = warp + 8 * i, row = piece.first_row + unit / 9 * 8 + row_in_block, block = unit % 9;
     uint4 a = make_uint4(0, 0, 0, 0), b = a;
-    if (unit < UNITS && row < r.tokens * p.heads) {
-      const int token = r.first_token + row / p.heads, head = row % p.heads;
-      const unsigned short* q = block < 8 ? p.q_nope + token * p.q_nope_token + head * p.q_nope_head + 64 * block + 16 * quad
-                                          : p.q_rope + token * p.q_rope_token + head * p.q_rope_head + 8 * quad;
-      a = *reinterpret_cast<const uint4*>(q);
-      b = *reinterpret_cast<const uint4*>(q + (block < 8 ? 8 : 32));
+    if (unit < UNITS && row < piece.first_row + piece.rows) {
+      const int token = piece.request.first_token + row / p.heads, head = row % p.heads;
+      const unsigned short* q = block < 8 ? p.q_nope + token * p.q_nope_token + head * p.q_nope_head + 64 * block
+                                          : p.q_rope + token * p.q_rope_token + head * p.q_rope_head;
+      a = *reinterpret_cast<const uint4*>(q + 16 * quad);
+      b = *reinterpret_cast<const uint4*>(q + 16 * quad + 8);
     }
     pairs[i][0] = a.x, pairs[i][1] = a.y, pairs[i][2] = a.z, pairs[i][3] = a.w;
     pairs[i][4] = b.x, pairs[i][5] = b.y, pairs[i][6] = b.z, pairs[i][7] = b.w;
   }
   if (threadIdx.x == 0) s.query_max = 0;
-  __syncthreads();
+  sync_threads<1, COMPUTE_THREADS>();
   u32 largest = 0;
 #pragma unroll
   for (int i = 0; i < EACH; ++i)
@@ -164,13 +239,13 @@ __device__ inline float load_query(const Params& p, const Request& r, int first_
     }
   largest = __reduce_max_sync(~0u, largest);
   if (lane == 0) atomicMax(&s.query_max, largest);
-  __syncthreads();
+  sync_threads<1, COMPUTE_THREADS>();
   const int exponent = static_cast<int>(s.query_max >> 23) - 127;
   const int shift = exponent == 128 ? 0 : min(14 - exponent, 126);  // an infinite or NaN query stays one
   const float scale = __uint_as_float(static_cast<u32>(127 + shift) << 23);
 #pragma unroll
   for (int i = 0; i < EACH; ++i) {
-    const int unit = warp + i * WARPS;
+    const int unit = warp + 8 * i;
     if (unit >= UNITS) continue;
 #pragma unroll
     for (int k = 0; k < 8; ++k) {
@@ -179,80 +254,38 @@ __device__ inline float load_query(const Params& p, const Request& r, int first_
     }
   }
   fence_for_tensor_cores();
+  sync_threads<1, COMPUTE_THREADS>();
   return p.score_scale * LOG2E / scale;
 }
 
-// The pool rows of tile `tile` that this thread copies a quarter of. Places behind the end repeat the last token, which
-// the mask then hides: nothing is read that the request does not own.
-__device__ inline void find_rows(const Params& p, const Request& r, int tile, int (&rows)[COPIES]) {
-#pragma unroll
-  for (int i = 0; i < COPIES; ++i) {
-    const int place = (threadIdx.x / 32 * COPIES + i) * 8 + shuffled(threadIdx.x % 32 / 4);
-    const int token = min(tile * TOKENS + place, r.kv_len - 1);
-    rows[i] = p.page_size == 1 ? r.pages[token] : r.pages[token / p.page_size] * p.page_size + token % p.page_size;
-  }
-}
-
-__device__ inline void copy_rows(const Params& p, const int (&rows)[COPIES], unsigned char* tile) {
-  const int quad = threadIdx.x % 4;
-#pragma unroll
-  for (int i = 0; i < COPIES; ++i) {
-    const int place = (threadIdx.x / 32 * COPIES + i) * 8 + shuffled(threadIdx.x % 32 / 4);
-    const unsigned char* from = p.pool + rows[i] * p.pool_row + 16 * quad;
-    const u32 to = shared_address(tile + place * STRIDE + 16 * quad);
-#pragma unroll
-    for (int j = 0; j < WIDTH / 64; ++j) copy_async_16(to + 64 * j, from + 64 * j);
-  }
-}
-
-// ---- one tile --------------------------------------------------------------------------------------------------------
-
-// scores = K Q^T over this warpgroup's share of the key. Rows are places of the tile, columns are query rows.
-__device__ inline void score(const Shared& s, const unsigned char* tile, float (&scores)[ROWS / 2]) {
-  const int group = threadIdx.x / 128, warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
-  constexpr int BLOCKS_64 = 8 / WARPGROUPS, HALVES = 2 / WARPGROUPS;
-  const unsigned char* upper = tile + (16 * warp + shuffled(lane / 4)) * STRIDE;
+// scores = K Q^T. Rows are places of the tile, columns are query rows.
+__device__ inline void score(const Shared& s, int stage, float (&scores)[ROWS / 2]) {
+  const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
+  const unsigned char* upper = &s.kv[stage][(16 * warp + shuffled(lane / 4)) * STRIDE + 16 * (lane % 4)];
   const unsigned char* lower = upper + 8 * STRIDE;
-  const u32 latent = LATENT / WARPGROUPS * group + 16 * (lane % 4), rope = LATENT + 32 * group + 8 * (lane % 4);
-  const u32 q = shared_address(&s.q[32 / WARPGROUPS * group]), q_rope = shared_address(&s.q[32 + 2 * group]);
-  constexpr u32 STEP = sizeof(s.q[0]);
+  const u32 q = shared_address(&s.q);
 #pragma unroll
   for (int i = 0; i < ROWS / 2; ++i) scores[i] = 0.f;
-  u32 a[2][4][4];
-  auto convert = [](u32 (&step)[4], u32 upper_word, u32 lower_word) {
-    step[0] = e4m3x2_lo(upper_word);
-    step[1] = e4m3x2_lo(lower_word);
-    step[2] = e4m3x2_hi(upper_word);
-    step[3] = e4m3x2_hi(lower_word);
-  };
-  uint4 u = *reinterpret_cast<const uint4*>(upper + latent), v = *reinterpret_cast<const uint4*>(lower + latent);
+  u32 a[2][4][4];  // one half is being read by the tensor cores while the other is converted
+  uint4 u = *reinterpret_cast<const uint4*>(upper), v = *reinterpret_cast<const uint4*>(lower);
 #pragma unroll
-  for (int block = 0; block < BLOCKS_64; ++block) {
+  for (int block = 0; block < WIDTH / 64; ++block) {
     u32(&now)[4][4] = a[block % 2];
-    convert(now[0], u.x, v.x);
-    convert(now[1], u.y, v.y);
-    convert(now[2], u.z, v.z);
-    convert(now[3], u.w, v.w);
-    if (block + 1 < BLOCKS_64) {
-      u = *reinterpret_cast<const uint4*>(upper + latent + 64 * (block + 1));
-      v = *reinterpret_cast<const uint4*>(lower + latent + 64 * (block + 1));
+    const u32 upper_words[4] = {u.x, u.y, u.z, u.w}, lower_words[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      now[i][0] = e4m3x2_lo(upper_words[i]);
+      now[i][1] = e4m3x2_lo(lower_words[i]);
+      now[i][2] = e4m3x2_hi(upper_words[i]);
+      now[i][3] = e4m3x2_hi(lower_words[i]);
+    }
+    if (block + 1 < WIDTH / 64) {
+      u = *reinterpret_cast<const uint4*>(upper + 64 * (block + 1));
+      v = *reinterpret_cast<const uint4*>(lower + 64 * (block + 1));
     }
     wgmma_fence();
 #pragma unroll
-    for (int i = 0; i < 4; ++i) wgmma<0>(scores, now[i], operand_descriptor(q + (4 * block + i) * STEP, COLUMN_BLOCKS));
-    wgmma_commit();
-    wgmma_wait<1>();
-  }
-#pragma unroll
-  for (int half = 0; half < HALVES; ++half) {
-    u32(&now)[4][4] = a[half % 2];
-    const uint2 ur = *reinterpret_cast<const uint2*>(upper + rope + 32 * half);
-    const uint2 vr = *reinterpret_cast<const uint2*>(lower + rope + 32 * half);
-    convert(now[0], ur.x, vr.x);
-    convert(now[1], ur.y, vr.y);
-    wgmma_fence();
-#pragma unroll
-    for (int i = 0; i < 2; ++i) wgmma<0>(scores, now[i], operand_descriptor(q_rope + (2 * half + i) * STEP, COLUMN_BLOCKS));
+    for (int i = 0; i < 4; ++i) wgmma<0>(scores, now[i], operand_descriptor(q + (4 * block + i) * sizeof(s.q[0]), COLUMNS));
     wgmma_commit();
     wgmma_wait<1>();
   }
@@ -260,49 +293,40 @@ __device__ inline void score(const Shared& s, const unsigned char* tile, float (
   pin(scores);
 }
 
-// acc += V^T P^T over this warpgroup's latents. A thread reads 16 / WARPGROUPS neighbouring latents of four tokens and
-// transposes 4 x 4 bytes at a time: latent 2 * b + h of its run is row (lane / 4) + 8 * h of 64-latent block b.
-__device__ inline void accumulate(const Shared& s, const unsigned char* tile, float (&acc)[LATENT_BLOCKS][ROWS / 2]) {
-  const int group = threadIdx.x / 128, warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
-  constexpr int RUN = 16 / WARPGROUPS, WORDS = RUN / 4;
-  const unsigned char* column = tile + (LATENT / WARPGROUPS) * group + (LATENT / WARPGROUPS / 4) * warp + RUN * (lane / 4);
+// acc += V^T P^T over this warpgroup's 256 latents. A thread reads 8 neighbouring latents of four tokens and transposes
+// 4 x 4 bytes at a time: latent 2 * b + h of the 8 is row (lane / 4) + 8 * h of 64-latent block b.
+__device__ inline void accumulate(const Shared& s, int stage, const void* probabilities, float (&acc)[LATENT_BLOCKS][ROWS / 2]) {
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const unsigned char* column = &s.kv[stage][64 * warp + 8 * (lane / 4)];
   const unsigned char* even = column + shuffled(2 * (lane % 4)) * STRIDE;
   const unsigned char* odd = column + shuffled(2 * (lane % 4) + 1) * STRIDE;
-  const u32 p = shared_address(&s.p);
-  constexpr u32 STEP = 2 * sizeof(s.p[0]);
+  const u32 p = shared_address(probabilities);
   u32 a[2][LATENT_BLOCKS][4];
+  uint2 words[4];
+  auto read = [&](int step) {
+    words[0] = *reinterpret_cast<const uint2*>(even + 16 * step * STRIDE);
+    words[1] = *reinterpret_cast<const uint2*>(odd + 16 * step * STRIDE);
+    words[2] = *reinterpret_cast<const uint2*>(even + (16 * step + 8) * STRIDE);
+    words[3] = *reinterpret_cast<const uint2*>(odd + (16 * step + 8) * STRIDE);
+  };
+  read(0);
 #pragma unroll
   for (int step = 0; step < TOKENS / 16; ++step) {
     u32(&now)[LATENT_BLOCKS][4] = a[step % 2];
-    u32 words[4][WORDS];
-    auto read = [&](u32 (&to)[WORDS], const unsigned char* from) {
-      if constexpr (WORDS == 4) {
-        const uint4 w = *reinterpret_cast<const uint4*>(from);
-        to[0] = w.x, to[1] = w.y, to[2] = w.z, to[3] = w.w;
-      } else {
-        const uint2 w = *reinterpret_cast<const uint2*>(from);
-        to[0] = w.x, to[1] = w.y;
-      }
-    };
-    read(words[0], even + 16 * step * STRIDE);
-    read(words[1], odd + 16 * step * STRIDE);
-    read(words[2], even + (16 * step + 8) * STRIDE);
-    read(words[3], odd + (16 * step + 8) * STRIDE);
 #pragma unroll
-    for (int i = 0; i < WORDS; ++i) {
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const u32 near = __byte_perm(words[0][i], words[1][i], half ? 0x7362 : 0x5140);
-        const u32 far = __byte_perm(words[2][i], words[3][i], half ? 0x7362 : 0x5140);
-        now[2 * i + half][0] = e4m3x2_lo(near);
-        now[2 * i + half][1] = e4m3x2_hi(near);
-        now[2 * i + half][2] = e4m3x2_lo(far);
-        now[2 * i + half][3] = e4m3x2_hi(far);
-      }
+    for (int b = 0; b < LATENT_BLOCKS; ++b) {
+      const u32 w[4] = {b < 2 ? words[0].x : words[0].y, b < 2 ? words[1].x : words[1].y,
+                        b < 2 ? words[2].x : words[2].y, b < 2 ? words[3].x : words[3].y};
+      const u32 near = __byte_perm(w[0], w[1], b % 2 ? 0x7362 : 0x5140), far = __byte_perm(w[2], w[3], b % 2 ? 0x7362 : 0x5140);
+      now[b][0] = e4m3x2_lo(near);
+      now[b][1] = e4m3x2_hi(near);
+      now[b][2] = e4m3x2_lo(far);
+      now[b][3] = e4m3x2_hi(far);
     }
+    if (step + 1 < TOKENS / 16) read(step + 1);
     wgmma_fence();
 #pragma unroll
-    for (int b = 0; b < LATENT_BLOCKS; ++b) wgmma<1>(acc[b], now[b], operand_descriptor(p + step * STEP, COLUMN_BLOCKS));
+    for (int b = 0; b < LATENT_BLOCKS; ++b) wgmma<1>(acc[b], now[b], operand_descriptor(p + 2 * step * sizeof(s.p[0][0]), COLUMNS));
     wgmma_commit();
     wgmma_wait<1>();
   }
@@ -311,290 +335,283 @@ __device__ inline void accumulate(const Shared& s, const unsigned char* tile, fl
   for (int b = 0; b < LATENT_BLOCKS; ++b) pin(acc[b]);
 }
 
-// Adds up the warpgroups' shares of the scores; each keeps the columns it owns. With one warpgroup there is nothing to do.
-__device__ inline void join_scores(Shared& s, const float (&scores)[ROWS / 2], float (&own)[OWNED_BLOCKS][4]) {
-  if constexpr (WARPGROUPS == 1) {
+// ---- computing one piece ---------------------------------------------------------------------------------------------
+
+// Turns this warpgroup's raw scores into probabilities in shared memory and adds them up by column. Returns by how much
+// the largest exponent is above the columns' reference points.
+__device__ inline float write_probabilities(const float (&scores)[ROWS / 2], float scale, int parity, Shared& s,
+                                            float (&sum)[COLUMNS][2]) {
+  const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32, quad = lane % 4;
+  float highest = NEVER;
 #pragma unroll
-    for (int j = 0; j < OWNED_BLOCKS; ++j)
+  for (int j = 0; j < COLUMNS; ++j) {
+    const float2 maximum = *reinterpret_cast<const float2*>(&s.maximum[8 * j + 2 * quad]);
+    float v[4];
 #pragma unroll
-      for (int i = 0; i < 4; ++i) own[j][i] = scores[4 * j + i];
-  } else {
-    const int group = threadIdx.x / 128, thread = threadIdx.x % 128;
-    constexpr int HALF = 4 * OWNED_BLOCKS;
-#pragma unroll
-    for (int j = 0; j < OWNED_BLOCKS; ++j) {
-      float other[4];
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        own[j][i] = group ? scores[HALF + 4 * j + i] : scores[4 * j + i];
-        other[i] = group ? scores[4 * j + i] : scores[HALF + 4 * j + i];
-      }
-      s.exchange[group][128 * j + thread] = make_float4(other[0], other[1], other[2], other[3]);
+    for (int k = 0; k < 4; ++k) {
+      v[k] = scores[4 * j + k] * scale - (k % 2 ? maximum.y : maximum.x);
+      highest = fmaxf(highest, v[k]);
+      v[k] = exp2_approx(v[k]);
     }
-    __syncthreads();
-#pragma unroll
-    for (int j = 0; j < OWNED_BLOCKS; ++j) {
-      const float4 other = s.exchange[1 - group][128 * j + thread];
-      own[j][0] += other.x, own[j][1] += other.y, own[j][2] += other.z, own[j][3] += other.w;
-    }
+    sum[j][0] = v[0] + v[2], sum[j][1] = v[1] + v[3];
+    s.p[parity][2 * warp][j][lane / 4][quad] = pack_f16x2(v[0], v[1]);
+    s.p[parity][2 * warp + 1][j][lane / 4][quad] = pack_f16x2(v[2], v[3]);
   }
+  fence_for_tensor_cores();
+  return highest;
 }
 
-// ---- one (request, row tile) over a run of KV tiles ------------------------------------------------------------------
-
-struct Target {
-  float *partial, *partial_lse;  // null when the result is final
-};
-
-__device__ void attend(const Params& p, const Request& r, int row_tile, int begin, int end, Target target, Shared& s) {
-  const int group = threadIdx.x / 128, warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32, quad = lane % 4;
-  const int first_row = row_tile * ROWS, rows = min(ROWS, r.tokens * p.heads - first_row);
-  // Query row -> tokens it may see, when causal; all rows of the tile see at least `seen_by_all`.
-  auto visible = [&](int row) { return r.kv_len - r.tokens + 1 + min(row / p.heads, r.tokens - 1); };
-  const int seen_by_any = p.causal ? visible(first_row + rows - 1) : r.kv_len;
-  const int seen_by_all = p.causal ? visible(first_row) : r.kv_len;
-  const int tiles = max(0, min(end, (seen_by_any + TOKENS - 1) / TOKENS) - begin);
-
-  int next_rows[COPIES];
-  {
-    int prologue[STAGES - 1][COPIES];
+// Raises the columns' reference points to the largest score so far; factor gets what earlier results shrink by.
+__device__ inline void raise_maximum(const float (&scores)[ROWS / 2], float scale, Shared& s) {
+  const int thread = threadIdx.x % 128, warp = thread / 32, lane = thread % 32;
+  auto sync_warpgroup = [] { threadIdx.x < 128 ? sync_threads<2, 128>() : sync_threads<3, 128>(); };
 #pragma unroll
-    for (int i = 0; i < STAGES - 1; ++i)
-      if (i < tiles) find_rows(p, r, begin + i, prologue[i]);
+  for (int j = 0; j < COLUMNS; ++j)
 #pragma unroll
-    for (int i = 0; i < STAGES - 1; ++i) {
-      if (i < tiles) copy_rows(p, prologue[i], s.kv[i]);
-      copy_async_commit();
+    for (int e = 0; e < 2; ++e) {
+      float largest = fmaxf(scores[4 * j + e], scores[4 * j + 2 + e]) * scale;
+#pragma unroll
+      for (int distance = 4; distance < 32; distance *= 2) largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, distance));
+      if (lane < 4) s.warp_value[warp][8 * j + 2 * lane + e] = largest;
     }
-    if (STAGES - 1 < tiles) find_rows(p, r, begin + STAGES - 1, next_rows);
+  sync_warpgroup();
+  if (thread < ROWS) {
+    float raised = s.maximum[thread];
+    for (int i = 0; i < 4; ++i) raised = fmaxf(raised, s.warp_value[i][thread]);
+    s.factor[thread] = exp2_approx(s.maximum[thread] - raised);
+    s.maximum[thread] = raised;
   }
-  const float scale = load_query(p, r, first_row, s);
+  sync_warpgroup();
+}
 
-  float acc[LATENT_BLOCKS][ROWS / 2];
-  float maximum[OWNED_BLOCKS][2], sum[OWNED_BLOCKS][2];
+// Divides by the columns' sums and writes the piece out: to its place in the output, or to the block's partial results.
+__device__ inline void write_result(const Params& p, const Piece& piece, const float (&acc)[LATENT_BLOCKS][ROWS / 2],
+                                    float (&sum)[COLUMNS][2], Shared& s) {
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, quad = lane % 4;
+  const i64 row = static_cast<i64>(piece.request.first_token) * p.heads + piece.first_row;
+#pragma unroll
+  for (int j = 0; j < COLUMNS; ++j)
+#pragma unroll
+    for (int e = 0; e < 2; ++e) {
+#pragma unroll
+      for (int distance = 4; distance < 32; distance *= 2) sum[j][e] += __shfl_xor_sync(~0u, sum[j][e], distance);
+      if (lane < 4) s.warp_value[warp][8 * j + 2 * quad + e] = sum[j][e];
+    }
+  sync_threads<1, COMPUTE_THREADS>();
+  if (threadIdx.x < ROWS) {
+    const int column = threadIdx.x;
+    float total = 0.f;
+    for (int i = 0; i < COMPUTE_THREADS / 32; ++i) total += s.warp_value[i][column];
+    const float lse = total == 0.f ? -infinity() : s.maximum[column] + log2f(total);
+    s.factor[column] = total == 0.f ? 0.f : p.value_scale / total;
+    if (piece.partial)
+      piece.partial_lse[column] = lse;
+    else if (p.lse && column < piece.rows)
+      p.lse[row + column] = lse / LOG2E;
+  }
+  sync_threads<1, COMPUTE_THREADS>();
+  const int latent = 64 * warp + 8 * (lane / 4);
+#pragma unroll
+  for (int j = 0; j < COLUMNS; ++j)
+#pragma unroll
+    for (int e = 0; e < 2; ++e) {
+      const int column = 8 * j + 2 * quad + e;
+      if (column >= piece.rows) continue;
+      const float factor = s.factor[column];
+      float v[2 * LATENT_BLOCKS];
+#pragma unroll
+      for (int i = 0; i < 2 * LATENT_BLOCKS; ++i) v[i] = acc[i / 2][4 * j + i % 2 * 2 + e] * factor;
+      if (piece.partial) {
+        float4* to = reinterpret_cast<float4*>(piece.partial + column * LATENT + latent);
+        to[0] = make_float4(v[0], v[1], v[2], v[3]);
+        to[1] = make_float4(v[4], v[5], v[6], v[7]);
+      } else {
+        auto pack = [&](int i) { return p.is_fp16 ? pack_f16x2(v[i], v[i + 1]) : pack_bf16x2(v[i], v[i + 1]); };
+        *reinterpret_cast<uint4*>(p.out + (row + column) * LATENT + latent) = make_uint4(pack(0), pack(2), pack(4), pack(6));
+      }
+    }
+}
+
+// The computing warpgroups' part of one piece.
+__device__ inline Turn compute_piece(const Params& p, const Piece& piece, Turn turn, Shared& s) {
+  const int group = __shfl_sync(~0u, threadIdx.x / 128, 0), warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32, quad = lane % 4;
+  if (threadIdx.x < ROWS) s.maximum[threadIdx.x] = NEVER;
+  const float scale = load_query(p, piece, s);
+  const int seen_by_all = piece.visible(p, piece.first_row);
+
+  float acc[LATENT_BLOCKS][ROWS / 2], sum[COLUMNS][2], scores[ROWS / 2];
 #pragma unroll
   for (int b = 0; b < LATENT_BLOCKS; ++b)
 #pragma unroll
     for (int i = 0; i < ROWS / 2; ++i) acc[b][i] = 0.f;
 #pragma unroll
-  for (int j = 0; j < OWNED_BLOCKS; ++j) maximum[j][0] = maximum[j][1] = NEVER, sum[j][0] = sum[j][1] = 0.f;
+  for (int j = 0; j < COLUMNS; ++j) sum[j][0] = sum[j][1] = 0.f;
 
-  for (int i = 0; i < tiles; ++i) {
-    copy_async_wait<STAGES - 2>();
-    __syncthreads();  // the tile is there for all, and all are done with the one before
-    if (i + STAGES - 1 < tiles) copy_rows(p, next_rows, s.kv[(i + STAGES - 1) % STAGES]);
-    copy_async_commit();
-    if (i + STAGES < tiles) find_rows(p, r, begin + i + STAGES, next_rows);
-
-    const unsigned char* tile = s.kv[i % STAGES];
-    float own[OWNED_BLOCKS][4];  // places lane / 4 (0, 1) and that + 8 (2, 3), columns 2 * quad (0, 2) and + 1 (1, 3)
-    {
-      float scores[ROWS / 2];
-      score(s, tile, scores);
-      join_scores(s, scores, own);
+  auto score_tile = [&](int tile, Turn at) {
+    barrier_wait(shared_address(&s.full[at.stage]), at.phase);
+    score(s, at.stage, scores);
+    if ((tile + 1) * TOKENS <= seen_by_all) return;
+    const int token = tile * TOKENS + 16 * warp + shuffled(lane / 4);
+#pragma unroll
+    for (int i = 0; i < ROWS / 2; ++i) {
+      const int limit = piece.visible(p, piece.first_row + i / 4 * 8 + 2 * quad + i % 2);
+      if (token + i % 4 / 2 * 8 >= limit) scores[i] = -infinity();
     }
-    const int token = (begin + i) * TOKENS + 16 * warp + shuffled(lane / 4);
-    const bool masked = (begin + i + 1) * TOKENS > seen_by_all;
-    bool exceeded = false;
-#pragma unroll
-    for (int j = 0; j < OWNED_BLOCKS; ++j)
-#pragma unroll
-      for (int e = 0; e < 2; ++e) {
-        own[j][e] *= scale, own[j][e + 2] *= scale;
-        if (masked) {
-          const int row = first_row + 8 * (OWNED_BLOCKS * group + j) + 2 * quad + e;
-          const int limit = p.causal ? visible(row) : r.kv_len;
-          if (token >= limit) own[j][e] = -infinity();
-          if (token + 8 >= limit) own[j][e + 2] = -infinity();
-        }
-        exceeded |= fmaxf(own[j][e], own[j][e + 2]) > maximum[j][e] + HEADROOM;
-      }
-
-    float tile_sum[OWNED_BLOCKS][2];
-    auto write_probabilities = [&] {
-#pragma unroll
-      for (int j = 0; j < OWNED_BLOCKS; ++j) {
-        float v[4];
-#pragma unroll
-        for (int k = 0; k < 4; ++k) v[k] = exp2_approx(own[j][k] - maximum[j][k % 2]);
-        tile_sum[j][0] = v[0] + v[2], tile_sum[j][1] = v[1] + v[3];
-        s.p[2 * warp][OWNED_BLOCKS * group + j][lane / 4][quad] = pack_f16x2(v[0], v[1]);
-        s.p[2 * warp + 1][OWNED_BLOCKS * group + j][lane / 4][quad] = pack_f16x2(v[2], v[3]);
-      }
-      fence_for_tensor_cores();
-    };
+  };
+  if (group == 0 && piece.tiles > 0) score_tile(piece.begin, turn);
+  for (int i = 0; i < piece.tiles; ++i) {
+    const bool mine = i % 2 == group;
+    const Turn next = turn.next();
+    float tile_sum[COLUMNS][2] = {}, highest = NEVER;
+    if (mine)
+      highest = write_probabilities(scores, scale, i % 2, s, tile_sum);
+    else if (i + 1 < piece.tiles)
+      score_tile(piece.begin + i + 1, next);
     // The maximum is only a reference point: any value that keeps exp2 in fp16's range gives the same result. So it is
     // raised only when a score exceeds it by HEADROOM, which after the first tile is rare and costs no more than a vote.
-    write_probabilities();
-    if (__syncthreads_or(exceeded)) {
+    if (sync_threads_or<1, COMPUTE_THREADS>(highest > HEADROOM)) {
+      if (mine) {
+        raise_maximum(scores, scale, s);
+        write_probabilities(scores, scale, i % 2, s, tile_sum);
+      }
+      sync_threads<1, COMPUTE_THREADS>();
 #pragma unroll
-      for (int j = 0; j < OWNED_BLOCKS; ++j)
-#pragma unroll
-        for (int e = 0; e < 2; ++e) {
-          float largest = fmaxf(own[j][e], own[j][e + 2]);
-#pragma unroll
-          for (int distance = 4; distance < 32; distance *= 2)
-            largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, distance));
-          if (lane / 4 == 0) s.warp_value[warp][8 * (OWNED_BLOCKS * group + j) + 2 * quad + e] = largest;
-        }
-      __syncthreads();
-#pragma unroll
-      for (int j = 0; j < OWNED_BLOCKS; ++j)
-#pragma unroll
-        for (int e = 0; e < 2; ++e) {
-          const int column = 8 * (OWNED_BLOCKS * group + j) + 2 * quad + e;
-          float raised = maximum[j][e];
-#pragma unroll
-          for (int k = 0; k < 4; ++k) raised = fmaxf(raised, s.warp_value[k][column]);
-          const float shrink = exp2_approx(maximum[j][e] - raised);
-          maximum[j][e] = raised;
-          sum[j][e] *= shrink;
-          if (warp == 0 && lane / 4 == 0) s.column_value[column] = shrink;
-        }
-      write_probabilities();
-      __syncthreads();
-#pragma unroll
-      for (int j = 0; j < COLUMN_BLOCKS; ++j) {
-        const float2 shrink = *reinterpret_cast<const float2*>(&s.column_value[8 * j + 2 * quad]);
+      for (int j = 0; j < COLUMNS; ++j) {
+        const float2 factor = *reinterpret_cast<const float2*>(&s.factor[8 * j + 2 * quad]);
+        sum[j][0] *= factor.x, sum[j][1] *= factor.y;
 #pragma unroll
         for (int b = 0; b < LATENT_BLOCKS; ++b) {
-          acc[b][4 * j] *= shrink.x, acc[b][4 * j + 2] *= shrink.x;
-          acc[b][4 * j + 1] *= shrink.y, acc[b][4 * j + 3] *= shrink.y;
+          acc[b][4 * j] *= factor.x, acc[b][4 * j + 2] *= factor.x;
+          acc[b][4 * j + 1] *= factor.y, acc[b][4 * j + 3] *= factor.y;
         }
       }
     }
 #pragma unroll
-    for (int j = 0; j < OWNED_BLOCKS; ++j) sum[j][0] += tile_sum[j][0], sum[j][1] += tile_sum[j][1];
-    accumulate(s, tile, acc);
+    for (int j = 0; j < COLUMNS; ++j) sum[j][0] += tile_sum[j][0], sum[j][1] += tile_sum[j][1];
+    barrier_wait(shared_address(&s.full[turn.stage]), turn.phase);
+    accumulate(s, turn.stage, &s.p[i % 2], acc);
+    __syncwarp();
+    if (lane == 0) barrier_arrive(shared_address(&s.empty[turn.stage]));
+    turn = next;
   }
+  write_result(p, piece, acc, sum, s);
+  return turn;
+}
 
-  // Normalise. Each column's sum is spread over the lanes of a column and the warps of its warpgroup.
-#pragma unroll
-  for (int j = 0; j < OWNED_BLOCKS; ++j)
-#pragma unroll
-    for (int e = 0; e < 2; ++e) {
-#pragma unroll
-      for (int distance = 4; distance < 32; distance *= 2) sum[j][e] += __shfl_xor_sync(~0u, sum[j][e], distance);
-      if (lane / 4 == 0) s.warp_value[warp][8 * (OWNED_BLOCKS * group + j) + 2 * quad + e] = sum[j][e];
-    }
-  __syncthreads();
-#pragma unroll
-  for (int j = 0; j < OWNED_BLOCKS; ++j)
-#pragma unroll
-    for (int e = 0; e < 2; ++e) {
-      const int column = 8 * (OWNED_BLOCKS * group + j) + 2 * quad + e;
-      if (warp != 0 || lane / 4 != 0) continue;
-      const float total = s.warp_value[0][column] + s.warp_value[1][column] + s.warp_value[2][column] + s.warp_value[3][column];
-      const float lse = total > 0.f ? maximum[j][e] + log2f(total) : total == 0.f ? -infinity() : total;
-      s.column_value[column] = total == 0.f ? 0.f : p.value_scale / total;
-      if (target.partial)
-        target.partial_lse[column] = lse;
-      else if (p.lse && column < rows)
-        p.lse[static_cast<i64>(r.first_token) * p.heads + first_row + column] = lse / LOG2E;
-    }
-  __syncthreads();
+// ---- a block's span, piece by piece ----------------------------------------------------------------------------------
 
-  constexpr int RUN = 16 / WARPGROUPS;
-  const int latent = (LATENT / WARPGROUPS) * group + (LATENT / WARPGROUPS / 4) * warp + RUN * (lane / 4);
-#pragma unroll
-  for (int j = 0; j < COLUMN_BLOCKS; ++j)
-#pragma unroll
-    for (int e = 0; e < 2; ++e) {
-      const int column = 8 * j + 2 * quad + e;
-      if (column >= rows) continue;
-      const float factor = s.column_value[column];
-      float v[RUN];
-#pragma unroll
-      for (int b = 0; b < LATENT_BLOCKS; ++b) v[2 * b] = acc[b][4 * j + e] * factor, v[2 * b + 1] = acc[b][4 * j + 2 + e] * factor;
-      if (target.partial) {
-        float4* to = reinterpret_cast<float4*>(target.partial + column * LATENT + latent);
-#pragma unroll
-        for (int k = 0; k < RUN / 4; ++k) to[k] = make_float4(v[4 * k], v[4 * k + 1], v[4 * k + 2], v[4 * k + 3]);
-      } else {
-        u32 pairs[RUN / 2];
-#pragma unroll
-        for (int k = 0; k < RUN / 2; ++k)
-          pairs[k] = p.is_fp16 ? pack_f16x2(v[2 * k], v[2 * k + 1]) : pack_bf16x2(v[2 * k], v[2 * k + 1]);
-        const i64 row = static_cast<i64>(r.first_token) * p.heads + first_row + column;
-        uint4* to = reinterpret_cast<uint4*>(p.out + row * LATENT + latent);
-#pragma unroll
-        for (int k = 0; k < RUN / 8; ++k) to[k] = make_uint4(pairs[4 * k], pairs[4 * k + 1], pairs[4 * k + 2], pairs[4 * k + 3]);
-      }
+template <class Work>
+__device__ inline void for_each_piece(const Params& p, Span span, const Work& work) {
+  for (bool first = true; span.tiles > 0; ++span.request, span.offset = 0) {
+    Piece piece;
+    piece.request = load_request(p, span.request);
+    const int kv_tiles = piece.request.kv_tiles(), request_tiles = piece.request.row_tiles(p.heads) * kv_tiles;
+    for (; span.tiles > 0 && span.offset < request_tiles; first = false) {
+      piece.first_row = span.offset / kv_tiles * ROWS;
+      piece.rows = min(ROWS, piece.request.tokens * p.heads - piece.first_row);
+      piece.begin = span.offset % kv_tiles;
+      const int tiles = min(kv_tiles - piece.begin, span.tiles);
+      const int seen_by_any = piece.visible(p, piece.first_row + piece.rows - 1);
+      piece.tiles = max(0, min(piece.begin + tiles, (seen_by_any + TOKENS - 1) / TOKENS) - piece.begin);
+      const int slot = 2 * blockIdx.x + !first;  // a block's first piece and its last may be parts
+      piece.partial = tiles == kv_tiles ? nullptr : p.partial + static_cast<i64>(slot) * ROWS * LATENT;
+      piece.partial_lse = p.partial_lse + slot * ROWS;
+      span.offset += tiles, span.tiles -= tiles;
+      work(piece);
     }
+  }
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) mla_split(const __grid_constant__ Params p) {
-  extern __shared__ unsigned char memory[];
+  extern __shared__ __align__(128) unsigned char memory[];
   Shared& s = *reinterpret_cast<Shared*>(memory);
   launch_dependents();
-  Span span = find_span(p, s);
-  for (bool first = true; span.tiles > 0; ++span.request, span.offset = 0) {
-    const Request r = load_request(p, span.request);
-    const int kv_tiles = r.kv_tiles(), request_tiles = r.row_tiles(p.heads) * kv_tiles;
-    while (span.tiles > 0 && span.offset < request_tiles) {
-      const int begin = span.offset % kv_tiles, end = min(kv_tiles, begin + span.tiles);
-      const int slot = 2 * blockIdx.x + !first;
-      const Target part = {p.partial + static_cast<i64>(slot) * ROWS * LATENT, p.partial_lse + slot * ROWS};
-      attend(p, r, span.offset / kv_tiles, begin, end, begin == 0 && end == kv_tiles ? Target{} : part, s);
-      span.offset += end - begin, span.tiles -= end - begin;
-      first = false;
-    }
+  if (threadIdx.x < STAGES) {
+    barrier_init(shared_address(&s.full[threadIdx.x]), BULK ? COPY_THREADS / 32 : COPY_THREADS);
+    barrier_init(shared_address(&s.empty[threadIdx.x]), COMPUTE_THREADS / 32);
+    fence_for_tensor_cores();
+  }
+  const Span span = find_span(p, s);
+  Turn turn;
+  if (threadIdx.x >= COMPUTE_THREADS) {
+    give_registers<COPY_REGISTERS>();
+    for_each_piece(p, span, [&](const Piece& piece) { turn = copy_piece(p, piece, turn, s); });
+  } else {
+    take_registers<COMPUTE_REGISTERS>();
+    for_each_piece(p, span, [&](const Piece& piece) { turn = compute_piece(p, piece, turn, s); });
   }
 }
 
 // ---- joining what several blocks computed of one query row -----------------------------------------------------------
 
-// One block for a (token, head) and 512 / gridDim.y latents. Groups of threads take every n-th partial result.
-extern "C" __global__ void __launch_bounds__(256) mla_combine(const __grid_constant__ Params p) {
-  __shared__ float4 partial_sum[256];
-  const int token = blockIdx.x / p.heads, head = blockIdx.x % p.heads, lane = threadIdx.x % 32;
-  wait_for_primary();
-  int request = token;
-  if (p.qo_indptr) {  // the last request that begins at or before this token
-    int above = p.batch;
-    for (request = 0; above - request > 1;) {
-      const int middle = (request + above) / 2;
-      (p.qo_indptr[middle] <= token ? request : above) = middle;
-    }
-  }
-  const Request r = load_request(p, request);
-  const int row = (token - r.first_token) * p.heads + head, row_in_tile = row % ROWS;
-  const int kv_tiles = row < r.tokens * p.heads ? r.kv_tiles() : 0;  // a token of no request gets what an empty one gets
-  const int quota = (p.first_tile[p.batch] + p.blocks - 1) / p.blocks;
-  const int begin = p.first_tile[request] + row / ROWS * kv_tiles, end = begin + kv_tiles;
-  const int first_block = kv_tiles ? begin / quota : 0, parts = kv_tiles ? (end - 1) / quota - first_block + 1 : 0;
-  if (parts == 1) return;  // written by its only block
-  auto slot = [&](int part) {  // a block's first piece of work lies in its even slot, its last in its odd slot
-    const int block = first_block + part;
-    return static_cast<i64>(2 * block + (block * quota < begin)) * ROWS + row_in_tile;
-  };
-  float largest = -infinity();
-  for (int i = lane; i < parts; i += 32) largest = fmaxf(largest, p.partial_lse[slot(i)]);
-  for (int distance = 16; distance; distance /= 2) largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, distance));
-  const float reference = largest == -infinity() ? 0.f : largest;
-  float total = 0.f;
-  for (int i = lane; i < parts; i += 32) total += exp2f(p.partial_lse[slot(i)] - reference);
-  for (int distance = 16; distance; distance /= 2) total += __shfl_xor_sync(~0u, total, distance);
+constexpr int COMBINE_THREADS = 256, BATCH = 4;
 
-  const int lanes = LATENT / 4 / gridDim.y, groups = 256 / lanes;
-  const int latent = blockIdx.y * (LATENT / gridDim.y) + threadIdx.x % lanes * 4;
-  float4 sum = make_float4(0.f, 0.f, 0.f, 0.f);
-#pragma unroll 4
-  for (int i = threadIdx.x / lanes; i < parts; i += groups) {
-    const i64 at = slot(i);
-    const float weight = exp2f(p.partial_lse[at] - reference);
-    const float4 v = *reinterpret_cast<const float4*>(p.partial + at * LATENT + latent);
-    sum.x += weight * v.x, sum.y += weight * v.y, sum.z += weight * v.z, sum.w += weight * v.w;
+// The last request that begins at or before a query token.
+__device__ inline int request_of(const Params& p, int token) {
+  if (!p.qo_indptr) return token;
+  int request = 0;
+  for (int above = p.batch; above - request > 1;) {
+    const int middle = (request + above) / 2;
+    (p.qo_indptr[middle] <= token ? request : above) = middle;
   }
-  partial_sum[threadIdx.x] = sum;
+  return request;
+}
+
+// A weighted sum of results, each with weight 2^(its lse - reference).
+struct Mean {
+  float reference = NEVER, total = 0.f;
+  float4 sum = {0.f, 0.f, 0.f, 0.f};
+
+  __device__ void add(float other_reference, float other_total, float4 v) {
+    const float raised = fmaxf(reference, other_reference);
+    const float keep = exp2_approx(reference - raised), take = exp2_approx(other_reference - raised);
+    total = total * keep + take * other_total;
+    sum.x = sum.x * keep + take * v.x, sum.y = sum.y * keep + take * v.y;
+    sum.z = sum.z * keep + take * v.z, sum.w = sum.w * keep + take * v.w;
+    reference = raised;
+  }
+};
+
+// One block for a (token, head) and 512 / gridDim.y latents. Groups of threads take every n-th partial result.
+extern "C" __global__ void __launch_bounds__(COMBINE_THREADS) mla_combine(const __grid_constant__ Params p) {
+  __shared__ Mean shared[COMBINE_THREADS];
+  const int token = blockIdx.x / p.heads, head = blockIdx.x % p.heads, request = request_of(p, token);
+  const Request r = load_request(p, request);
+  const int row = (token - r.first_token) * p.heads + head;
+  const int kv_tiles = row < r.tokens * p.heads ? r.kv_tiles() : 0;  // a token of no request gets what an empty one gets
+  wait_for_primary();
+  const int quota = (p.first_tile[p.batch] + p.blocks - 1) / p.blocks;
+  const int begin = p.first_tile[request] + row / ROWS * kv_tiles;
+  const int first_block = kv_tiles ? begin / quota : 0, parts = kv_tiles ? (begin + kv_tiles - 1) / quota - first_block + 1 : 0;
+  if (parts == 1) return;  // written by its only block
+
+  const int lanes = LATENT / 4 / gridDim.y, groups = COMBINE_THREADS / lanes;
+  const int latent = blockIdx.y * (LATENT / gridDim.y) + threadIdx.x % lanes * 4;
+  Mean mean;
+  for (int i = threadIdx.x / lanes; i < parts; i += BATCH * groups) {
+    float lse[BATCH];
+    float4 v[BATCH];
+#pragma unroll
+    for (int k = 0; k < BATCH; ++k) {
+      const int block = first_block + min(i + k * groups, parts - 1);
+      // A block's first piece of work is in its even slot, its last in its odd slot.
+      const i64 at = static_cast<i64>(2 * block + (block * quota < begin)) * ROWS + row % ROWS;
+      lse[k] = i + k * groups < parts ? p.partial_lse[at] : -infinity();
+      v[k] = *reinterpret_cast<const float4*>(p.partial + at * LATENT + latent);
+    }
+#pragma unroll
+    for (int k = 0; k < BATCH; ++k) mean.add(lse[k], 1.f, v[k]);
+  }
+  shared[threadIdx.x] = mean;
   __syncthreads();
   if (threadIdx.x >= lanes) return;
-  for (int g = 1; g < groups; ++g) {
-    const float4 v = partial_sum[g * lanes + threadIdx.x];
-    sum.x += v.x, sum.y += v.y, sum.z += v.z, sum.w += v.w;
-  }
-  const float factor = total == 0.f ? 0.f : 1.f / total;
-  const auto pack = [&](float lo, float hi) { return p.is_fp16 ? pack_f16x2(lo * factor, hi * factor) : pack_bf16x2(lo * factor, hi * factor); };
-  *reinterpret_cast<uint2*>(p.out + static_cast<i64>(blockIdx.x) * LATENT + latent) = make_uint2(pack(sum.x, sum.y), pack(sum.z, sum.w));
-  if (p.lse && blockIdx.y == 0 && threadIdx.x == 0) p.lse[blockIdx.x] = total == 0.f ? -infinity() : (largest + log2f(total)) / LOG2E;
+  for (int i = threadIdx.x + lanes; i < COMBINE_THREADS; i += lanes) mean.add(shared[i].reference, shared[i].total, shared[i].sum);
+  const float factor = mean.total == 0.f ? 0.f : 1.f / mean.total;
+  auto pack = [&](float lo, float hi) {
+    return p.is_fp16 ? pack_f16x2(lo * factor, hi * factor) : pack_bf16x2(lo * factor, hi * factor);
+  };
+  uint2* to = reinterpret_cast<uint2*>(p.out + static_cast<i64>(blockIdx.x) * LATENT + latent);
+  *to = make_uint2(pack(mean.sum.x, mean.sum.y), pack(mean.sum.z, mean.sum.w));
+  if (p.lse && blockIdx.y == 0 && threadIdx.x == 0)
+    p.lse[blockIdx.x] = mean.total == 0.f ? -infinity() : (mean.reference + log2f(mean.total)) / LOG2E;
 }

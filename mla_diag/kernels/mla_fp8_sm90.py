@@ -17,7 +17,7 @@ from mla_diag.kernels.cuda import CudaError, Kernel, Module, build
 
 LATENT, ROPE = 512, 64
 _TOKENS, _ROW_STRIDE = 64, LATENT + ROPE + 32
-_COMBINE_THREADS = 256
+_COMPUTE_WARPS, _THREADS, _COMBINE_THREADS = 8, 384, 256
 SOURCE = Path(__file__).with_suffix(".cu")
 
 
@@ -27,44 +27,32 @@ class Tile:
 
     Attributes:
         rows: query rows (token x head) of a tile: 16, 32 or 64.
-        warpgroups: warpgroups of a block, 1 or 2, which share a tile's key for the scores and its latents for the output.
         stages: tiles of 64 pool rows in shared memory.
-        blocks: blocks that a multiprocessor holds.
+        blocks: blocks that a multiprocessor holds, 1 or 2.
     """
 
     rows: int
-    warpgroups: int
     stages: int
     blocks: int
-
-    @property
-    def threads(self) -> int:
-        """Threads of a block."""
-        return 128 * self.warpgroups
+    bulk: int = 1
 
     @property
     def shared_bytes(self) -> int:
         """Shared memory of a block: the kernel's `Shared`, whose size the build checks against this."""
         pool = self.stages * _TOKENS * _ROW_STRIDE
         query = (LATENT + ROPE) * self.rows * 2
-        probabilities = _TOKENS * self.rows * 2
-        exchange = 0 if self.warpgroups == 1 else _TOKENS * self.rows * 4
-        return pool + query + probabilities + exchange + 5 * self.rows * 4 + 128
+        probabilities = 2 * _TOKENS * self.rows * 2
+        columns = (_COMPUTE_WARPS + 2) * self.rows * 4
+        return (pool + query + probabilities + columns + 16 * self.stages + 64 + 127) // 128 * 128
 
     @property
     def defines(self) -> dict[str, int]:
         """The macros that the source is built with."""
-        return {
-            "ROWS": self.rows,
-            "WARPGROUPS": self.warpgroups,
-            "STAGES": self.stages,
-            "BLOCKS": self.blocks,
-            "SHARED_BYTES": self.shared_bytes,
-        }
+        return {"ROWS": self.rows, "STAGES": self.stages, "BLOCKS": self.blocks, "SHARED_BYTES": self.shared_bytes, "BULK": self.bulk}
 
 
 # One entry a tile height, each the fastest of those measured (docs/kernel-log.md).
-TILES = {16: Tile(16, 1, 2, 2), 32: Tile(32, 2, 4, 1), 64: Tile(64, 2, 3, 1)}
+TILES = {16: Tile(16, 2, 2), 32: Tile(32, 4, 1), 64: Tile(64, 3, 1)}
 
 
 class _Params(ctypes.Structure):
@@ -210,7 +198,7 @@ def mla_fp8_sm90(
         value_scale=kv_scale,
     )
     stream = torch.cuda.current_stream(q_nope.device).cuda_stream
-    split.launch((blocks, 1, 1), tile.threads, stream, params)
+    split.launch((blocks, 1, 1), _THREADS, stream, params)
     combine.launch((tokens * heads, _slices(tokens * heads, blocks), 1), _COMBINE_THREADS, stream, params, overlap=True)
     return out
 

@@ -57,16 +57,69 @@ __device__ inline float infinity() { return __int_as_float(0x7f800000); }
 
 // ---- copies and barriers ---------------------------------------------------------------------------------------------
 
-// 16 bytes from global to shared memory, past L1 and past the registers.
+// A barrier in shared memory that completes a phase when `arrivals` threads and all announced bytes have arrived.
+__device__ inline void barrier_init(u32 barrier, int arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
+}
+
+__device__ inline void barrier_arrive(u32 barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+
+__device__ inline void barrier_arrive_expecting(u32 barrier, u32 bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+
+// Waits until the phase of that parity is complete; before the first phase, parity 1 counts as complete.
+__device__ inline void barrier_wait(u32 barrier, u32 parity) {
+  asm volatile(
+      "{ .reg .pred done; again: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1; @!done bra again; }" ::"r"(barrier),
+      "r"(parity)
+      : "memory");
+}
+
+// `bytes` (a multiple of 16) from global to shared memory by the copy engine, which reports to the barrier.
+__device__ inline void copy_bulk(u32 shared, const void* global, u32 bytes, u32 barrier) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(shared), "l"(global),
+      "r"(bytes), "r"(barrier)
+      : "memory");
+}
+
 __device__ inline void copy_async_16(u32 shared, const void* global) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared), "l"(global) : "memory");
 }
 
-__device__ inline void copy_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+// Arrives once this thread's copies so far have landed.
+__device__ inline void barrier_arrive_after_copies(u32 barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
+}
 
-template <int Pending>
-__device__ inline void copy_async_wait() {
-  asm volatile("cp.async.wait_group %0;" ::"n"(Pending) : "memory");
+// A barrier among the first `Threads` threads of those that name it, in hardware.
+template <int Name, int Threads>
+__device__ inline void sync_threads() {
+  asm volatile("bar.sync %0, %1;" ::"n"(Name), "n"(Threads) : "memory");
+}
+
+template <int Name, int Threads>
+__device__ inline bool sync_threads_or(bool vote) {
+  u32 any;
+  asm volatile(
+      "{ .reg .pred in, out; setp.ne.u32 in, %1, 0; bar.red.or.pred out, %2, %3, in; selp.u32 %0, 1, 0, out; }"
+      : "=r"(any)
+      : "r"(static_cast<u32>(vote)), "n"(Name), "n"(Threads)
+      : "memory");
+  return any;
+}
+
+template <int Registers>
+__device__ inline void give_registers() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(Registers));
+}
+
+template <int Registers>
+__device__ inline void take_registers() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(Registers));
 }
 
 // Orders this thread's ordinary writes to shared memory before the tensor cores' reads of it.
