@@ -35,6 +35,7 @@ constexpr int COMPUTE_THREADS = 256, COPY_THREADS = 128, THREADS = COMPUTE_THREA
 constexpr int COPY_REGISTERS = 24, COMPUTE_REGISTERS = BLOCKS == 1 ? 240 : 104;
 constexpr float LOG2E = 1.4426950408889634f, NEVER = -1e30f;
 constexpr float HEADROOM = 8.f;                     // probabilities may reach 2^8 before the maximum is raised
+constexpr int PIECE_COST = 4;                       // what a second piece costs a block, in tiles
 
 struct Params {
   const unsigned short *q_nope, *q_rope;  // bf16 or fp16
@@ -43,7 +44,7 @@ struct Params {
   float* lse;           // [tokens, heads], natural logarithm; may be null
   float* partial;       // [2 * blocks, ROWS, 512], normalised
   float* partial_lse;   // [2 * blocks, ROWS], base 2
-  int* first_tile;      // [batch + 1], the place of each request in the row of all tiles
+  int* schedule;        // [batch + 2]: where each request starts in the row of all tiles; a block's tiles; see Schedule
   const int *qo_indptr, *kv_indptr, *kv_lens, *pages;
   i64 q_nope_token, q_nope_head, q_rope_token, q_rope_head, pool_row, pages_row;  // strides, in elements
   int batch, heads, page_size, causal, is_fp16, blocks;
@@ -74,8 +75,9 @@ struct alignas(128) Shared {
   u32 p[2][TOKENS / 8][COLUMNS][8][4];    // the same for the probabilities of an even and an odd tile
   float warp_value[COMPUTE_THREADS / 32][ROWS];
   float maximum[ROWS], factor[ROWS];      // of a column: reference point of its exponents; what its accumulators shrink by
+  int limit[ROWS];                        // of a column: how many tokens it sees
   u64 full[STAGES], empty[STAGES];
-  int warp_sum[THREADS / 32];
+  int3 warp_total[THREADS / 32];
   int span_request, span_offset;
   u32 query_max;
 };
@@ -108,7 +110,25 @@ struct Piece {
 
 // ---- the span of tiles that this block works on ----------------------------------------------------------------------
 
+// An item is a (request, row tile) with tokens to see. All items are laid end to end and cut every `quota` tiles. Cut
+// evenly, most blocks get the end of one item and the start of the next, and pay twice for a query and a result. So when
+// lengths are about equal each item is padded to `padded` tiles, a multiple of the quota, and no block gets two.
+struct Schedule {
+  int quota, padded;
+
+  __device__ Schedule(int blocks, int items, int total, int longest) : quota((total + blocks - 1) / blocks), padded(0) {
+    if (items == 0 || items > blocks) return;
+    const int parts = blocks / items, whole = (longest + parts - 1) / parts;
+    if (whole > quota + PIECE_COST) return;
+    quota = whole;
+    padded = (longest + whole - 1) / whole * whole;
+  }
+  __device__ Schedule(const int* stored) : quota(stored[0]), padded(stored[1]) {}
+  __device__ int item_tiles(int kv_tiles) const { return kv_tiles && padded ? padded : kv_tiles; }
+};
+
 struct Span {
+  Schedule schedule;
   int request, offset, tiles;
 };
 
@@ -116,40 +136,43 @@ __device__ inline Span find_span(const Params& p, Shared& s) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int each = (p.batch + THREADS - 1) / THREADS;
   const int begin = min(static_cast<int>(threadIdx.x) * each, p.batch), end = min(begin + each, p.batch);
-  int own = 0;
+  int items = 0, tiles = 0, longest = 0;
   for (int i = begin; i < end; ++i) {
     const Request r = load_request(p, i);
-    own += r.row_tiles(p.heads) * r.kv_tiles();
+    const int kv_tiles = r.kv_tiles();
+    if (kv_tiles) items += r.row_tiles(p.heads);
+    tiles += r.row_tiles(p.heads) * kv_tiles;
+    longest = max(longest, kv_tiles);
   }
-  int upto = own;
+  int items_upto = items, tiles_upto = tiles;
 #pragma unroll
   for (int distance = 1; distance < 32; distance *= 2) {
-    const int below = __shfl_up_sync(~0u, upto, distance);
-    if (lane >= distance) upto += below;
+    const int items_below = __shfl_up_sync(~0u, items_upto, distance), tiles_below = __shfl_up_sync(~0u, tiles_upto, distance);
+    if (lane >= distance) items_upto += items_below, tiles_upto += tiles_below;
   }
-  if (lane == 31) s.warp_sum[warp] = upto;
+  longest = __reduce_max_sync(~0u, longest);
+  if (lane == 31) s.warp_total[warp] = {items_upto, tiles_upto, longest};
   __syncthreads();
-  int total = 0, first = upto - own;
+  int all_items = 0, all_tiles = 0, items_before = items_upto - items, tiles_before = tiles_upto - tiles;
 #pragma unroll
   for (int i = 0; i < THREADS / 32; ++i) {
-    if (i < warp) first += s.warp_sum[i];
-    total += s.warp_sum[i];
+    const int3 total = s.warp_total[i];
+    if (i < warp) items_before += total.x, tiles_before += total.y;
+    all_items += total.x, all_tiles += total.y, longest = max(longest, total.z);
   }
-  const int quota = (total + p.blocks - 1) / p.blocks;
-  const int start = blockIdx.x * quota;
+  const Schedule schedule(p.blocks, all_items, all_tiles, longest);
+  const int start = blockIdx.x * schedule.quota, total = schedule.padded ? all_items * schedule.padded : all_tiles;
+  int first = schedule.padded ? items_before * schedule.padded : tiles_before;
   for (int i = begin; i < end; ++i) {
     const Request r = load_request(p, i);
-    const int tiles = r.row_tiles(p.heads) * r.kv_tiles();
-    if (first <= start && start < first + tiles) {
-      s.span_request = i;
-      s.span_offset = start - first;
-    }
-    if (blockIdx.x == 0) p.first_tile[i] = first;
-    first += tiles;
+    const int next = first + r.row_tiles(p.heads) * schedule.item_tiles(r.kv_tiles());
+    if (first <= start && start < next) s.span_request = i, s.span_offset = start - first;
+    if (blockIdx.x == 0) p.schedule[i] = first;
+    first = next;
   }
-  if (blockIdx.x == 0 && threadIdx.x == 0) p.first_tile[p.batch] = total;
+  if (blockIdx.x == 0 && threadIdx.x == 0) p.schedule[p.batch] = schedule.quota, p.schedule[p.batch + 1] = schedule.padded;
   __syncthreads();
-  return {s.span_request, s.span_offset, max(0, min(quota, total - start))};
+  return {schedule, s.span_request, s.span_offset, max(0, min(schedule.quota, total - start))};
 }
 
 // ---- copying pool rows -----------------------------------------------------------------------------------------------
@@ -266,26 +289,27 @@ __device__ inline void score(const Shared& s, int stage, float (&scores)[ROWS / 
   const u32 q = shared_address(&s.q);
 #pragma unroll
   for (int i = 0; i < ROWS / 2; ++i) scores[i] = 0.f;
-  u32 a[2][4][4];  // one half is being read by the tensor cores while the other is converted
+  u32 a[2][2][4];  // one half is being read by the tensor cores while the other is converted
   uint4 u = *reinterpret_cast<const uint4*>(upper), v = *reinterpret_cast<const uint4*>(lower);
 #pragma unroll
-  for (int block = 0; block < WIDTH / 64; ++block) {
-    u32(&now)[4][4] = a[block % 2];
-    const u32 upper_words[4] = {u.x, u.y, u.z, u.w}, lower_words[4] = {v.x, v.y, v.z, v.w};
+  for (int pair = 0; pair < WIDTH / 32; ++pair) {
+    u32(&now)[2][4] = a[pair % 2];
+    const u32 upper_words[2] = {pair % 2 ? u.z : u.x, pair % 2 ? u.w : u.y};
+    const u32 lower_words[2] = {pair % 2 ? v.z : v.x, pair % 2 ? v.w : v.y};
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
+    for (int i = 0; i < 2; ++i) {
       now[i][0] = e4m3x2_lo(upper_words[i]);
       now[i][1] = e4m3x2_lo(lower_words[i]);
       now[i][2] = e4m3x2_hi(upper_words[i]);
       now[i][3] = e4m3x2_hi(lower_words[i]);
     }
-    if (block + 1 < WIDTH / 64) {
-      u = *reinterpret_cast<const uint4*>(upper + 64 * (block + 1));
-      v = *reinterpret_cast<const uint4*>(lower + 64 * (block + 1));
+    if (pair % 2 && pair + 1 < WIDTH / 32) {
+      u = *reinterpret_cast<const uint4*>(upper + 32 * (pair + 1));
+      v = *reinterpret_cast<const uint4*>(lower + 32 * (pair + 1));
     }
     wgmma_fence();
 #pragma unroll
-    for (int i = 0; i < 4; ++i) wgmma<0>(scores, now[i], operand_descriptor(q + (4 * block + i) * sizeof(s.q[0]), COLUMNS));
+    for (int i = 0; i < 2; ++i) wgmma<0>(scores, now[i], operand_descriptor(q + (2 * pair + i) * sizeof(s.q[0]), COLUMNS));
     wgmma_commit();
     wgmma_wait<1>();
   }
@@ -293,46 +317,46 @@ __device__ inline void score(const Shared& s, int stage, float (&scores)[ROWS / 
   pin(scores);
 }
 
-// acc += V^T P^T over this warpgroup's 256 latents. A thread reads 8 neighbouring latents of four tokens and transposes
-// 4 x 4 bytes at a time: latent 2 * b + h of the 8 is row (lane / 4) + 8 * h of 64-latent block b.
-__device__ inline void accumulate(const Shared& s, int stage, const void* probabilities, float (&acc)[LATENT_BLOCKS][ROWS / 2]) {
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const unsigned char* column = &s.kv[stage][64 * warp + 8 * (lane / 4)];
-  const unsigned char* even = column + shuffled(2 * (lane % 4)) * STRIDE;
-  const unsigned char* odd = column + shuffled(2 * (lane % 4) + 1) * STRIDE;
-  const u32 p = shared_address(probabilities);
-  u32 a[2][LATENT_BLOCKS][4];
-  uint2 words[4];
-  auto read = [&](int step) {
-    words[0] = *reinterpret_cast<const uint2*>(even + 16 * step * STRIDE);
-    words[1] = *reinterpret_cast<const uint2*>(odd + 16 * step * STRIDE);
-    words[2] = *reinterpret_cast<const uint2*>(even + (16 * step + 8) * STRIDE);
-    words[3] = *reinterpret_cast<const uint2*>(odd + (16 * step + 8) * STRIDE);
-  };
-  read(0);
-#pragma unroll
-  for (int step = 0; step < TOKENS / 16; ++step) {
-    u32(&now)[LATENT_BLOCKS][4] = a[step % 2];
+// One k-step (16 tokens) of V^T for this warpgroup's 256 latents. A thread reads 8 neighbouring latents of four tokens and
+// transposes 4 x 4 bytes at a time: latent 2 * b + h of the 8 is row (lane / 4) + 8 * h of 64-latent block b.
+struct Values {
+  u32 a[LATENT_BLOCKS][4];
+
+  __device__ void load(const Shared& s, int stage, int step) {
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const unsigned char* column = &s.kv[stage][16 * step * STRIDE + 64 * warp + 8 * (lane / 4)];
+    const int even = shuffled(2 * (lane % 4)) * STRIDE, odd = shuffled(2 * (lane % 4) + 1) * STRIDE;
+    auto read = [&](int at) { return *reinterpret_cast<const uint2*>(column + at); };
+    const uint2 words[4] = {read(even), read(odd), read(even + 8 * STRIDE), read(odd + 8 * STRIDE)};
 #pragma unroll
     for (int b = 0; b < LATENT_BLOCKS; ++b) {
-      const u32 w[4] = {b < 2 ? words[0].x : words[0].y, b < 2 ? words[1].x : words[1].y,
-                        b < 2 ? words[2].x : words[2].y, b < 2 ? words[3].x : words[3].y};
-      const u32 near = __byte_perm(w[0], w[1], b % 2 ? 0x7362 : 0x5140), far = __byte_perm(w[2], w[3], b % 2 ? 0x7362 : 0x5140);
-      now[b][0] = e4m3x2_lo(near);
-      now[b][1] = e4m3x2_hi(near);
-      now[b][2] = e4m3x2_lo(far);
-      now[b][3] = e4m3x2_hi(far);
+      auto pair = [&](int first) {
+        const uint2 x = words[first], y = words[first + 1];
+        return __byte_perm(b < 2 ? x.x : x.y, b < 2 ? y.x : y.y, b % 2 ? 0x7362 : 0x5140);
+      };
+      const u32 near = pair(0), far = pair(2);
+      a[b][0] = e4m3x2_lo(near);
+      a[b][1] = e4m3x2_hi(near);
+      a[b][2] = e4m3x2_lo(far);
+      a[b][3] = e4m3x2_hi(far);
     }
-    if (step + 1 < TOKENS / 16) read(step + 1);
+  }
+};
+
+// acc += V^T P^T; the tensor cores are still at the last k-steps when this returns. `values[0]` holds the first k-step.
+__device__ inline void accumulate(const Shared& s, int stage, const void* probabilities, Values (&values)[2],
+                                  float (&acc)[LATENT_BLOCKS][ROWS / 2]) {
+  const u32 p = shared_address(probabilities);
+#pragma unroll
+  for (int step = 0; step < TOKENS / 16; ++step) {
     wgmma_fence();
 #pragma unroll
-    for (int b = 0; b < LATENT_BLOCKS; ++b) wgmma<1>(acc[b], now[b], operand_descriptor(p + 2 * step * sizeof(s.p[0][0]), COLUMNS));
+    for (int b = 0; b < LATENT_BLOCKS; ++b)
+      wgmma<1>(acc[b], values[step % 2].a[b], operand_descriptor(p + 2 * step * sizeof(s.p[0][0]), COLUMNS));
     wgmma_commit();
-    wgmma_wait<1>();
+    if (step > 0) wgmma_wait<1>();
+    if (step + 1 < TOKENS / 16) values[(step + 1) % 2].load(s, stage, step + 1);
   }
-  wgmma_wait<0>();
-#pragma unroll
-  for (int b = 0; b < LATENT_BLOCKS; ++b) pin(acc[b]);
 }
 
 // ---- computing one piece ---------------------------------------------------------------------------------------------
@@ -422,9 +446,10 @@ __device__ inline void write_result(const Params& p, const Piece& piece, const f
 #pragma unroll
       for (int i = 0; i < 2 * LATENT_BLOCKS; ++i) v[i] = acc[i / 2][4 * j + i % 2 * 2 + e] * factor;
       if (piece.partial) {
-        float4* to = reinterpret_cast<float4*>(piece.partial + column * LATENT + latent);
+        // First all the even fours of latents, then the odd: a store of 8 lanes fills 128 bytes.
+        float4* to = reinterpret_cast<float4*>(piece.partial + column * LATENT) + latent / 8;
         to[0] = make_float4(v[0], v[1], v[2], v[3]);
-        to[1] = make_float4(v[4], v[5], v[6], v[7]);
+        to[LATENT / 8] = make_float4(v[4], v[5], v[6], v[7]);
       } else {
         auto pack = [&](int i) { return p.is_fp16 ? pack_f16x2(v[i], v[i + 1]) : pack_bf16x2(v[i], v[i + 1]); };
         *reinterpret_cast<uint4*>(p.out + (row + column) * LATENT + latent) = make_uint4(pack(0), pack(2), pack(4), pack(6));
@@ -435,7 +460,10 @@ __device__ inline void write_result(const Params& p, const Piece& piece, const f
 // The computing warpgroups' part of one piece.
 __device__ inline Turn compute_piece(const Params& p, const Piece& piece, Turn turn, Shared& s) {
   const int group = __shfl_sync(~0u, threadIdx.x / 128, 0), warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32, quad = lane % 4;
-  if (threadIdx.x < ROWS) s.maximum[threadIdx.x] = NEVER;
+  if (threadIdx.x < ROWS) {
+    s.maximum[threadIdx.x] = NEVER;
+    s.limit[threadIdx.x] = piece.visible(p, piece.first_row + threadIdx.x);
+  }
   const float scale = load_query(p, piece, s);
   const int seen_by_all = piece.visible(p, piece.first_row);
 
@@ -453,9 +481,12 @@ __device__ inline Turn compute_piece(const Params& p, const Piece& piece, Turn t
     if ((tile + 1) * TOKENS <= seen_by_all) return;
     const int token = tile * TOKENS + 16 * warp + shuffled(lane / 4);
 #pragma unroll
-    for (int i = 0; i < ROWS / 2; ++i) {
-      const int limit = piece.visible(p, piece.first_row + i / 4 * 8 + 2 * quad + i % 2);
-      if (token + i % 4 / 2 * 8 >= limit) scores[i] = -infinity();
+    for (int j = 0; j < COLUMNS; ++j) {
+      const int2 limit = *reinterpret_cast<const int2*>(&s.limit[8 * j + 2 * quad]);
+      if (token >= limit.x) scores[4 * j] = -infinity();
+      if (token >= limit.y) scores[4 * j + 1] = -infinity();
+      if (token + 8 >= limit.x) scores[4 * j + 2] = -infinity();
+      if (token + 8 >= limit.y) scores[4 * j + 3] = -infinity();
     }
   };
   if (group == 0 && piece.tiles > 0) score_tile(piece.begin, turn);
@@ -467,6 +498,12 @@ __device__ inline Turn compute_piece(const Params& p, const Piece& piece, Turn t
       highest = write_probabilities(scores, scale, i % 2, s, tile_sum);
     else if (i + 1 < piece.tiles)
       score_tile(piece.begin + i + 1, next);
+    wgmma_wait<0>();  // of the tile before, which ran on beside the above
+#pragma unroll
+    for (int b = 0; b < LATENT_BLOCKS; ++b) pin(acc[b]);
+    Values values[2];
+    barrier_wait(shared_address(&s.full[turn.stage]), turn.phase);
+    values[0].load(s, turn.stage, 0);
     // The maximum is only a reference point: any value that keeps exp2 in fp16's range gives the same result. So it is
     // raised only when a score exceeds it by HEADROOM, which after the first tile is rare and costs no more than a vote.
     if (sync_threads_or<1, COMPUTE_THREADS>(highest > HEADROOM)) {
@@ -488,12 +525,14 @@ __device__ inline Turn compute_piece(const Params& p, const Piece& piece, Turn t
     }
 #pragma unroll
     for (int j = 0; j < COLUMNS; ++j) sum[j][0] += tile_sum[j][0], sum[j][1] += tile_sum[j][1];
-    barrier_wait(shared_address(&s.full[turn.stage]), turn.phase);
-    accumulate(s, turn.stage, &s.p[i % 2], acc);
+    accumulate(s, turn.stage, &s.p[i % 2], values, acc);
     __syncwarp();
     if (lane == 0) barrier_arrive(shared_address(&s.empty[turn.stage]));
     turn = next;
   }
+  wgmma_wait<0>();
+#pragma unroll
+  for (int b = 0; b < LATENT_BLOCKS; ++b) pin(acc[b]);
   write_result(p, piece, acc, sum, s);
   return turn;
 }
@@ -505,18 +544,19 @@ __device__ inline void for_each_piece(const Params& p, Span span, const Work& wo
   for (bool first = true; span.tiles > 0; ++span.request, span.offset = 0) {
     Piece piece;
     piece.request = load_request(p, span.request);
-    const int kv_tiles = piece.request.kv_tiles(), request_tiles = piece.request.row_tiles(p.heads) * kv_tiles;
-    for (; span.tiles > 0 && span.offset < request_tiles; first = false) {
-      piece.first_row = span.offset / kv_tiles * ROWS;
+    const int kv_tiles = piece.request.kv_tiles(), item_tiles = span.schedule.item_tiles(kv_tiles);
+    for (; span.tiles > 0 && span.offset < piece.request.row_tiles(p.heads) * item_tiles; first = false) {
+      piece.first_row = span.offset / item_tiles * ROWS;
       piece.rows = min(ROWS, piece.request.tokens * p.heads - piece.first_row);
-      piece.begin = span.offset % kv_tiles;
-      const int tiles = min(kv_tiles - piece.begin, span.tiles);
+      piece.begin = span.offset % item_tiles;
+      const int taken = min(item_tiles - piece.begin, span.tiles), tiles = min(kv_tiles - piece.begin, taken);
+      span.offset += taken, span.tiles -= taken;
+      if (tiles <= 0) continue;  // padding
       const int seen_by_any = piece.visible(p, piece.first_row + piece.rows - 1);
       piece.tiles = max(0, min(piece.begin + tiles, (seen_by_any + TOKENS - 1) / TOKENS) - piece.begin);
       const int slot = 2 * blockIdx.x + !first;  // a block's first piece and its last may be parts
       piece.partial = tiles == kv_tiles ? nullptr : p.partial + static_cast<i64>(slot) * ROWS * LATENT;
       piece.partial_lse = p.partial_lse + slot * ROWS;
-      span.offset += tiles, span.tiles -= tiles;
       work(piece);
     }
   }
@@ -580,13 +620,13 @@ extern "C" __global__ void __launch_bounds__(COMBINE_THREADS) mla_combine(const 
   const int row = (token - r.first_token) * p.heads + head;
   const int kv_tiles = row < r.tokens * p.heads ? r.kv_tiles() : 0;  // a token of no request gets what an empty one gets
   wait_for_primary();
-  const int quota = (p.first_tile[p.batch] + p.blocks - 1) / p.blocks;
-  const int begin = p.first_tile[request] + row / ROWS * kv_tiles;
+  const Schedule schedule(p.schedule + p.batch);
+  const int quota = schedule.quota, begin = p.schedule[request] + row / ROWS * schedule.item_tiles(kv_tiles);
   const int first_block = kv_tiles ? begin / quota : 0, parts = kv_tiles ? (begin + kv_tiles - 1) / quota - first_block + 1 : 0;
   if (parts == 1) return;  // written by its only block
 
   const int lanes = LATENT / 4 / gridDim.y, groups = COMBINE_THREADS / lanes;
-  const int latent = blockIdx.y * (LATENT / gridDim.y) + threadIdx.x % lanes * 4;
+  const int four = blockIdx.y * lanes + threadIdx.x % lanes;  // of the 128 in a row, in the order of write_result
   Mean mean;
   for (int i = threadIdx.x / lanes; i < parts; i += BATCH * groups) {
     float lse[BATCH];
@@ -597,7 +637,7 @@ extern "C" __global__ void __launch_bounds__(COMBINE_THREADS) mla_combine(const 
       // A block's first piece of work is in its even slot, its last in its odd slot.
       const i64 at = static_cast<i64>(2 * block + (block * quota < begin)) * ROWS + row % ROWS;
       lse[k] = i + k * groups < parts ? p.partial_lse[at] : -infinity();
-      v[k] = *reinterpret_cast<const float4*>(p.partial + at * LATENT + latent);
+      v[k] = reinterpret_cast<const float4*>(p.partial + at * LATENT)[four];
     }
 #pragma unroll
     for (int k = 0; k < BATCH; ++k) mean.add(lse[k], 1.f, v[k]);
@@ -610,7 +650,7 @@ extern "C" __global__ void __launch_bounds__(COMBINE_THREADS) mla_combine(const 
   auto pack = [&](float lo, float hi) {
     return p.is_fp16 ? pack_f16x2(lo * factor, hi * factor) : pack_bf16x2(lo * factor, hi * factor);
   };
-  uint2* to = reinterpret_cast<uint2*>(p.out + static_cast<i64>(blockIdx.x) * LATENT + latent);
+  uint2* to = reinterpret_cast<uint2*>(p.out + static_cast<i64>(blockIdx.x) * LATENT + four % 64 * 8 + four / 64 * 4);
   *to = make_uint2(pack(mean.sum.x, mean.sum.y), pack(mean.sum.z, mean.sum.w));
   if (p.lse && blockIdx.y == 0 && threadIdx.x == 0)
     p.lse[blockIdx.x] = mean.total == 0.f ? -infinity() : (mean.reference + log2f(mean.total)) / LOG2E;

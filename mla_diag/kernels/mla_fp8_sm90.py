@@ -42,8 +42,8 @@ class Tile:
         pool = self.stages * _TOKENS * _ROW_STRIDE
         query = (LATENT + ROPE) * self.rows * 2
         probabilities = 2 * _TOKENS * self.rows * 2
-        columns = (_COMPUTE_WARPS + 2) * self.rows * 4
-        return (pool + query + probabilities + columns + 16 * self.stages + 64 + 127) // 128 * 128
+        columns = (_COMPUTE_WARPS + 3) * self.rows * 4
+        return (pool + query + probabilities + columns + 16 * self.stages + 160 + 127) // 128 * 128
 
     @property
     def defines(self) -> dict[str, int]:
@@ -60,7 +60,7 @@ class _Params(ctypes.Structure):
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("q_nope", "q_rope", "pool", "out", "lse")),
-        *((name, ctypes.c_void_p) for name in ("partial", "partial_lse", "first_tile")),
+        *((name, ctypes.c_void_p) for name in ("partial", "partial_lse", "schedule")),
         *((name, ctypes.c_void_p) for name in ("qo_indptr", "kv_indptr", "kv_lens", "pages")),
         *((name, ctypes.c_int64) for name in ("q_nope_token", "q_nope_head", "q_rope_token", "q_rope_head")),
         *((name, ctypes.c_int64) for name in ("pool_row", "pages_row")),
@@ -112,7 +112,7 @@ class Workspace:
         self.batch = batch
         self.partial = torch.empty(rows, LATENT, dtype=torch.float32, device=device)
         self.partial_lse = torch.empty(rows, dtype=torch.float32, device=device)
-        self.first_tile = torch.empty(batch + 1, dtype=torch.int32, device=device)
+        self.schedule = torch.empty(batch + 2, dtype=torch.int32, device=device)
 
 
 def mla_fp8_sm90(
@@ -177,7 +177,7 @@ def mla_fp8_sm90(
         lse=_address(lse),
         partial=workspace.partial.data_ptr(),
         partial_lse=workspace.partial_lse.data_ptr(),
-        first_tile=workspace.first_tile.data_ptr(),
+        schedule=workspace.schedule.data_ptr(),
         qo_indptr=_address(qo_indptr),
         kv_indptr=_address(kv_indptr),
         kv_lens=_address(kv_lens),
