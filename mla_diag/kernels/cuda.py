@@ -1,8 +1,8 @@
 """Build a CUDA source at first use and launch it, with what a torch installation already has.
 
 The compiler is NVRTC, which comes with torch, or else an `nvcc` on PATH or under CUDA_HOME; the launch goes through the
-CUDA driver. No torch headers, no host compiler, no build directory: a build takes about a second, prints nothing, and is
-kept under `$XDG_CACHE_HOME/mla-diag` by the hash of everything that went into it.
+CUDA driver. No torch headers, no host compiler, no build directory: a build takes about a second, prints nothing, and
+is kept under `$XDG_CACHE_HOME/mla-diag` by the hash of everything that went into it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import shutil
 import subprocess
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -43,20 +43,20 @@ def build(source: Path, architecture: str, defines: Mapping[str, int]) -> bytes:
     Raises:
         CudaError: there is no compiler, or it rejects the source.
     """
-    compiler = _nvrtc() or _nvcc()
-    if compiler is None:
+    using = compiler()
+    if using is None:
         raise CudaError(f"{source.name} needs NVRTC (part of torch's CUDA wheels) or nvcc; neither was found")
     options = [f"-D{name}={value}" for name, value in sorted(defines.items())]
     digest = hashlib.sha256()
     for part in (source, *sorted(source.parent.glob("*.cuh"))):
         digest.update(part.read_bytes())
-    digest.update(repr((architecture, options, compiler.version)).encode())
+    digest.update(repr((architecture, options, using.version)).encode())
     cached = _cache_directory() / f"{source.stem}-{architecture}-{digest.hexdigest()[:20]}.cubin"
     try:
         return cached.read_bytes()
     except OSError:
         pass
-    cubin = compiler.compile(source, architecture, options)
+    cubin = using.compile(source, architecture, options)
     try:  # a cache that cannot be written costs a second at the next start and is no reason to fail
         cached.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=cached.parent, delete=False) as file:
@@ -67,8 +67,22 @@ def build(source: Path, architecture: str, defines: Mapping[str, int]) -> bytes:
     return cubin
 
 
+def compiler() -> Compiler | None:
+    """The compiler that builds use here, if there is one."""
+    return _nvrtc() or _nvcc()
+
+
 def _cache_directory() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mla-diag"
+
+
+class Compiler(Protocol):
+    """What turns a source into a cubin; its version is part of a build's name in the cache."""
+
+    version: str
+
+    def compile(self, source: Path, architecture: str, options: Sequence[str]) -> bytes:
+        """Compile a source; a rejected one is a `CudaError`."""
 
 
 class _Nvrtc:
@@ -131,12 +145,14 @@ def _nvrtc() -> _Nvrtc | None:
     package = importlib.util.find_spec("nvidia")  # the CUDA wheels; a namespace, with nothing to import
     folders = [Path(root) for root in (package.submodule_search_locations or [])] if package else []
     wheels = [str(path) for name in names for root in folders for path in sorted(root.glob(f"*/lib/{name}"))]
-    for candidate in [*names, *wheels]:
-        try:
-            return _Nvrtc(ctypes.CDLL(candidate))
-        except OSError:
-            continue
-    return None
+    return next((found for candidate in [*names, *wheels] if (found := _open_nvrtc(candidate))), None)
+
+
+def _open_nvrtc(path: str) -> _Nvrtc | None:
+    try:
+        return _Nvrtc(ctypes.CDLL(path))
+    except OSError:
+        return None
 
 
 @functools.cache

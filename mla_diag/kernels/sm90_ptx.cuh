@@ -146,12 +146,21 @@ __device__ inline void pin(float (&registers)[Count]) {
   for (int i = 0; i < Count; ++i) asm volatile("" : "+f"(registers[i])::"memory");
 }
 
-// Describes a B operand of 16 (k) x 8 * `column_blocks` values that lies in shared memory as 8 x 8 core matrices of 128
-// bytes, column blocks first, unswizzled: bits 0-13 address, 16-29 stride between k blocks, 32-45 between column blocks,
-// each in units of 16 bytes.
-__device__ inline u64 operand_descriptor(u32 address, int column_blocks) {
-  return static_cast<u64>(address >> 4) | static_cast<u64>(column_blocks * 8) << 16 | static_cast<u64>(8) << 32;
-}
+// A B operand of 16 (k) x 8 * COLUMN_BLOCKS values in shared memory: 8 x 8 core matrices of 128 bytes, column blocks first,
+// unswizzled. The descriptor has the address in bits 0-13, the stride between k blocks in bits 16-29 and that between
+// column blocks in bits 32-45, in units of 16 bytes. Only the low half depends on the address, and moving on by whole
+// operands is one addition: recomputing it took longer than the product it was for.
+template <int COLUMN_BLOCKS>
+struct Operand {
+  u32 low;
+
+  __device__ explicit Operand(const void* pointer) : low(shared_address(pointer) >> 4 | COLUMN_BLOCKS * 8 << 16) {}
+  __device__ u64 at(int index) const {
+    u64 descriptor;
+    asm("mov.b64 %0, {%1, %2};" : "=l"(descriptor) : "r"(low + index * COLUMN_BLOCKS * 16), "n"(8));
+    return descriptor;
+  }
+};
 
 // d[64 x 8 * blocks] += a[64 x 16] b[16 x 8 * blocks], a in registers and b in shared memory; `ColumnMajor` tells how the
 // 8 x 8 core matrices of b are stored: 0 with k contiguous, 1 with columns contiguous.

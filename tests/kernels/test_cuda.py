@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
 from mla_diag.kernels import cuda
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 SOURCE = """
 extern "C" __global__ void fill(int* to) { to[threadIdx.x] = VALUE; }
@@ -48,7 +51,7 @@ def test_an_edited_include_is_a_new_build(source: Path) -> None:
 
 @needs_compiler
 def test_a_rejected_source_is_one_line_with_the_compilers_error(source: Path) -> None:
-    source.write_text("extern \"C\" __global__ void broken() { undeclared(); }")
+    source.write_text('extern "C" __global__ void broken() { undeclared(); }')
     with pytest.raises(cuda.CudaError, match=r"rejects fill\.cu: .*undeclared") as caught:
         cuda.build(source, "sm_90a", {})
     assert "\n" not in str(caught.value)
