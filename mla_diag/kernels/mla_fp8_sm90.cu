@@ -7,35 +7,35 @@
 //   - one conversion serves all heads of the tile, and no row of a tile is padding when there are 16 heads;
 //   - what wgmma reads from shared memory, Q and P, is small.
 //
-// A block has a warpgroup that copies pool rows and two that compute. Of those, one takes the scores of the even tiles and
-// one of the odd, and each accumulates half of the latents of every tile: while one turns a tile's scores into
-// probabilities, the other has the tensor cores for the next tile's scores.
+// A block, one a multiprocessor, has a warpgroup that copies pool rows and two that compute. Of those, one takes the
+// scores of the even tiles and one of the odd, and each accumulates half of the latents of every tile: while one turns
+// a tile's scores into probabilities, the other has the tensor cores for the next tile's scores.
 //
 // The grid is fixed and its blocks share the work evenly, whatever the lengths (mla_fp8_sm90_schedule.cuh). A (request,
-// row tile) that one block covers whole is written out at once; of one that is split, each block leaves a partial result,
-// and mla_combine joins them.
+// row tile) that one block covers whole is written out at once; of one that is split, each block leaves a partial
+// result, and mla_combine joins them.
 //
-// Built once per tile shape: ROWS query rows (token x head) by 64 tokens, STAGES tiles of the pool in shared memory,
-// BLOCKS blocks on a multiprocessor. See mla_fp8_sm90.py for the choices and docs/kernel-log.md for the reasons.
-#if !defined(ROWS) || !defined(STAGES) || !defined(BLOCKS) || !defined(SHARED_BYTES)
-#error "define ROWS, STAGES, BLOCKS and SHARED_BYTES"
+// Built once per tile height: ROWS query rows (token x head) by 64 tokens, with STAGES tiles of the pool in shared
+// memory. See mla_fp8_sm90.py for the choices and docs/kernel-log.md for the reasons.
+#if !defined(ROWS) || !defined(STAGES) || !defined(SHARED_BYTES)
+#error "define ROWS, STAGES and SHARED_BYTES"
 #endif
 #include "mla_fp8_sm90_tile.cuh"
 
-constexpr int COPY_REGISTERS = 24, COMPUTE_REGISTERS = BLOCKS == 1 ? 240 : 104;
-constexpr float NEVER = -1e30f;  // below every logit
-constexpr float HEADROOM = 8.f;  // probabilities may reach 2^8 before the maximum is raised
+constexpr int COPY_REGISTERS = 24, COMPUTE_REGISTERS = 240;  // of a thread; a multiprocessor has 65,536
+constexpr float NEVER = -1e30f;                              // below every logit
+constexpr float HEADROOM = 8.f;                              // probabilities may reach 2^8 before a maximum is raised
 
-// ---- copying pool rows -----------------------------------------------------------------------------------------------
+// ---- copying pool rows ----------------------------------------------------------------------------------------------
 
-// The copying warpgroup's part of one piece: each of its warps copies 16 rows of a tile, one a lane. Places behind the end
-// repeat the last token, which the mask then hides: nothing is read that the request does not own.
+// The copying warpgroup's part of one piece: each of its warps copies 16 rows of a tile, one a lane. Tokens behind the
+// end repeat the last one, which is then masked: nothing is read that the request does not own.
 __device__ inline Turn copy_piece(const Params& p, const Piece& piece, Turn turn, Shared& s) {
-  const int lane = threadIdx.x % 32, place = (threadIdx.x - COMPUTE_THREADS) / 32 * 16 + lane % 16;
+  const int lane = threadIdx.x % 32, row_of_tile = (threadIdx.x - COMPUTE_THREADS) / 32 * 16 + lane % 16;
   int page = 0, offset = 0;
   // A page is looked up one tile ahead, and nothing is computed from it before its turn: the load's wait is hidden.
   auto look_up = [&](int tile) {
-    int slot = min(tile * TOKENS + place, piece.request.kv_len - 1);
+    int slot = min(tile * TOKENS + row_of_tile, piece.request.kv_len - 1);
     if (p.page_size != 1) {
       offset = slot % p.page_size;
       slot /= p.page_size;
@@ -50,21 +50,16 @@ __device__ inline Turn copy_piece(const Params& p, const Piece& piece, Turn turn
     barrier_wait(shared_address(&s.empty[turn.stage]), turn.phase ^ 1);
     if (lane == 0) barrier_arrive_expecting(full, 16 * WIDTH);
     __syncwarp();
-    if (lane < 16) copy_bulk(shared_address(&s.kv[turn.stage][place * STRIDE]), p.pool + row * p.pool_row, WIDTH, full);
+    const u32 to = shared_address(&s.kv[turn.stage][row_of_tile * STRIDE]);
+    if (lane < 16) copy_bulk(to, p.pool + row * p.pool_row, WIDTH, full);
   }
   return turn;
 }
 
-// ---- from scores to probabilities ------------------------------------------------------------------------------------
+// ---- from scores to probabilities -----------------------------------------------------------------------------------
 
-// A barrier among the threads of this thread's computing warpgroup.
-__device__ inline void sync_warpgroup() { threadIdx.x < 128 ? sync_threads<2, 128>() : sync_threads<3, 128>(); }
-__device__ inline bool sync_warpgroup_or(bool vote) {
-  return threadIdx.x < 128 ? sync_threads_or<2, 128>(vote) : sync_threads_or<3, 128>(vote);
-}
-
-// Adds `values` over the 8 lanes that differ in bits 2 to 4, and shares the sums out: of 2 * COLUMNS values, lane l keeps
-// those from (l / 4) * COLUMNS / 4 on. Halving what is exchanged at each step takes a third of the shuffles.
+// Adds `values` over the 8 lanes that differ in bits 2 to 4, and shares the sums out: of 2 * COLUMNS values, lane l
+// keeps those from (l / 4) * COLUMNS / 4 on. Halving what is exchanged at each step takes a third of the shuffles.
 template <int Count, int Distance>
 __device__ inline void add_over_lanes(float (&values)[2 * COLUMNS]) {
   if constexpr (Count == 1) {
@@ -73,7 +68,8 @@ __device__ inline void add_over_lanes(float (&values)[2 * COLUMNS]) {
     const bool upper = threadIdx.x & Distance;
 #pragma unroll
     for (int i = 0; i < Count / 2; ++i) {
-      const float sent = upper ? values[i] : values[i + Count / 2], kept = upper ? values[i + Count / 2] : values[i];
+      const float sent = upper ? values[i] : values[i + Count / 2];
+      const float kept = upper ? values[i + Count / 2] : values[i];
       values[i] = kept + __shfl_xor_sync(~0u, sent, Distance);
     }
   }
@@ -93,12 +89,12 @@ struct Sums {
 
 // Turns this warpgroup's raw scores into probabilities in shared memory and adds them up by column. Returns by how much
 // the largest exponent is above the columns' reference points.
-__device__ inline float write_probabilities(const Scores& scores, float scale, const float (&maximum)[ROWS], Shared& s, Sums& sums) {
+__device__ inline float write_probabilities(const Scores& scores, float scale, Shared& s, Sums& sums) {
   const int group = threadIdx.x / 128, warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32, quad = lane % 4;
   float highest = NEVER, by_column[2 * COLUMNS];
 #pragma unroll
   for (int j = 0; j < COLUMNS; ++j) {
-    const float2 reference = *reinterpret_cast<const float2*>(&maximum[8 * j + 2 * quad]);
+    const float2 reference = *reinterpret_cast<const float2*>(&s.maximum[8 * j + 2 * quad]);
     float v[4];
 #pragma unroll
     for (int k = 0; k < 4; ++k) {
@@ -110,47 +106,81 @@ __device__ inline float write_probabilities(const Scores& scores, float scale, c
     s.p[group][2 * warp][j][lane / 4][quad] = pack_f16x2(v[0], v[1]);
     s.p[group][2 * warp + 1][j][lane / 4][quad] = pack_f16x2(v[2], v[3]);
   }
-  fence_for_tensor_cores();
+  fence_for_engines();
   add_over_lanes<2 * COLUMNS, 16>(by_column);
 #pragma unroll
   for (int i = 0; i < Sums::COUNT; ++i) sums.value[i] = by_column[i];
   return highest;
 }
 
-// Raises the columns' reference points to the largest score so far; factor gets what earlier results shrink by.
-__device__ inline void raise_maximum(const Scores& scores, float scale, float (&maximum)[ROWS], float (&factor)[ROWS], Shared& s) {
+// Raises the columns' reference points to the largest score so far; s.factor gets what earlier results shrink by.
+__device__ inline void raise_maximum(const Scores& scores, float scale, Shared& s) {
   const int thread = threadIdx.x % 128, warp = threadIdx.x / 32, lane = thread % 32;
+  auto sync_warpgroup = [] { threadIdx.x < 128 ? sync_threads<2, 128>() : sync_threads<3, 128>(); };
 #pragma unroll
   for (int j = 0; j < COLUMNS; ++j)
 #pragma unroll
     for (int e = 0; e < 2; ++e) {
       float largest = fmaxf(scores[4 * j + e], scores[4 * j + 2 + e]) * scale;
 #pragma unroll
-      for (int distance = 4; distance < 32; distance *= 2) largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, distance));
+      for (int distance = 4; distance < 32; distance *= 2)
+        largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, distance));
       if (lane < 4) s.warp_value[warp][8 * j + 2 * lane + e] = largest;
     }
   sync_warpgroup();
   if (thread < ROWS) {
-    float raised = maximum[thread];
+    float raised = s.maximum[thread];
     for (int i = 0; i < 4; ++i) raised = fmaxf(raised, s.warp_value[threadIdx.x / 128 * 4 + i][thread]);
-    factor[thread] = exp2_approx(maximum[thread] - raised);
-    maximum[thread] = raised;
+    s.factor[thread] = exp2_approx(s.maximum[thread] - raised);
+    s.maximum[thread] = raised;
   }
   sync_warpgroup();
 }
 
-// ---- computing one piece ---------------------------------------------------------------------------------------------
+// Brings results up to now to raised reference points.
+__device__ inline void shrink(Accumulators& acc, Sums& sums, const Shared& s) {
+#pragma unroll
+  for (int k = 0; k < Sums::COUNT; ++k) sums.value[k] *= s.factor[Sums::column(k)];
+#pragma unroll
+  for (int j = 0; j < COLUMNS; ++j) {
+    const float2 factor = *reinterpret_cast<const float2*>(&s.factor[8 * j + threadIdx.x % 4 * 2]);
+#pragma unroll
+    for (int b = 0; b < LATENT_BLOCKS; ++b) {
+      acc[b][4 * j] *= factor.x, acc[b][4 * j + 2] *= factor.x;
+      acc[b][4 * j + 1] *= factor.y, acc[b][4 * j + 3] *= factor.y;
+    }
+  }
+}
 
+// Takes out the scores of tokens that a query row may not see, or that are behind the end.
+__device__ inline void mask(Scores& scores, int tile, const Shared& s) {
+  const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
+  const int token = tile * TOKENS + 16 * warp + shuffled(lane / 4);
+#pragma unroll
+  for (int j = 0; j < COLUMNS; ++j) {
+    const int2 limit = *reinterpret_cast<const int2*>(&s.limit[8 * j + lane % 4 * 2]);
+    if (token >= limit.x) scores[4 * j] = -infinity();
+    if (token >= limit.y) scores[4 * j + 1] = -infinity();
+    if (token + 8 >= limit.x) scores[4 * j + 2] = -infinity();
+    if (token + 8 >= limit.y) scores[4 * j + 3] = -infinity();
+  }
+}
+
+// ---- computing one piece --------------------------------------------------------------------------------------------
+
+// Writes four neighbouring elements of the output.
 __device__ inline void store_four(const Params& p, i64 at, float a, float b, float c, float d) {
   if (p.out_type == FP32)
     *reinterpret_cast<float4*>(static_cast<float*>(p.out) + at) = make_float4(a, b, c, d);
   else
     *reinterpret_cast<uint2*>(static_cast<unsigned short*>(p.out) + at) =
-        p.out_type == FP16 ? make_uint2(pack_f16x2(a, b), pack_f16x2(c, d)) : make_uint2(pack_bf16x2(a, b), pack_bf16x2(c, d));
+        p.out_type == FP16 ? make_uint2(pack_f16x2(a, b), pack_f16x2(c, d))
+                           : make_uint2(pack_bf16x2(a, b), pack_bf16x2(c, d));
 }
 
-// Divides by the columns' sums and writes the piece out: to its place in the output, or to the block's partial results.
-__device__ inline void write_result(const Params& p, const Piece& piece, const Accumulators& acc, const Sums& sums, Shared& s) {
+// Divides by the columns' sums and writes the piece out: to its place in the output, or to the partial results.
+__device__ inline void write_result(const Params& p, const Piece& piece, const Accumulators& acc, const Sums& sums,
+                                    Shared& s) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, quad = lane % 4;
   const i64 row = static_cast<i64>(piece.request.first_token) * p.heads + piece.first_row;
 #pragma unroll
@@ -194,7 +224,7 @@ __device__ inline void write_result(const Params& p, const Piece& piece, const A
 
 // The computing warpgroups' part of one piece.
 __device__ inline Turn compute_piece(const Params& p, const Piece& piece, Turn turn, Shared& s) {
-  const int group = __shfl_sync(~0u, threadIdx.x / 128, 0), warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32, quad = lane % 4;
+  const int group = __shfl_sync(~0u, threadIdx.x / 128, 0), lane = threadIdx.x % 32;
   if (threadIdx.x < ROWS) {
     s.maximum[threadIdx.x] = NEVER;
     s.limit[threadIdx.x] = piece.visible(p, piece.first_row + threadIdx.x);
@@ -215,45 +245,25 @@ __device__ inline Turn compute_piece(const Params& p, const Piece& piece, Turn t
     Sums tile_sums;
     float highest = NEVER;
     if (mine && i >= 0) {
-      highest = write_probabilities(scores, scale, s.maximum, s, tile_sums);
+      highest = write_probabilities(scores, scale, s, tile_sums);
     } else if (!mine && i + 1 < piece.tiles) {
       barrier_wait(shared_address(&s.full[next.stage]), next.phase);
       score(s, next.stage, scores);
-      if ((piece.begin + i + 2) * TOKENS > seen_by_all) {
-        const int token = (piece.begin + i + 1) * TOKENS + 16 * warp + shuffled(lane / 4);
-#pragma unroll
-        for (int j = 0; j < COLUMNS; ++j) {
-          const int2 limit = *reinterpret_cast<const int2*>(&s.limit[8 * j + 2 * quad]);
-          if (token >= limit.x) scores[4 * j] = -infinity();
-          if (token >= limit.y) scores[4 * j + 1] = -infinity();
-          if (token + 8 >= limit.x) scores[4 * j + 2] = -infinity();
-          if (token + 8 >= limit.y) scores[4 * j + 3] = -infinity();
-        }
-      }
+      if ((piece.begin + i + 2) * TOKENS > seen_by_all) mask(scores, piece.begin + i + 1, s);
     }
     settle(acc);  // of the tile before, which ran on beside the above
     if (i < 0) continue;
     barrier_wait(shared_address(&s.full[turn.stage]), turn.phase);
     ValueProduct product(s, turn.stage);
     // The maximum is only a reference point: any value that keeps exp2 in fp16's range gives the same result. So it is
-    // raised only when a score exceeds it by HEADROOM, which after the first tile is rare and costs no more than a vote.
+    // raised only when a score exceeds it by HEADROOM: rare after the first tile, and elsewhere one vote.
     if (sync_threads_or<1, COMPUTE_THREADS>(highest > HEADROOM)) {
       if (mine) {
-        raise_maximum(scores, scale, s.maximum, s.factor, s);
-        write_probabilities(scores, scale, s.maximum, s, tile_sums);
+        raise_maximum(scores, scale, s);
+        write_probabilities(scores, scale, s, tile_sums);
       }
       sync_threads<1, COMPUTE_THREADS>();
-#pragma unroll
-      for (int k = 0; k < Sums::COUNT; ++k) sums.value[k] *= s.factor[Sums::column(k)];
-#pragma unroll
-      for (int j = 0; j < COLUMNS; ++j) {
-        const float2 factor = *reinterpret_cast<const float2*>(&s.factor[8 * j + 2 * quad]);
-#pragma unroll
-        for (int b = 0; b < LATENT_BLOCKS; ++b) {
-          acc[b][4 * j] *= factor.x, acc[b][4 * j + 2] *= factor.x;
-          acc[b][4 * j + 1] *= factor.y, acc[b][4 * j + 3] *= factor.y;
-        }
-      }
+      shrink(acc, sums, s);
     }
 #pragma unroll
     for (int k = 0; k < Sums::COUNT; ++k) sums.value[k] += tile_sums.value[k];
@@ -267,7 +277,7 @@ __device__ inline Turn compute_piece(const Params& p, const Piece& piece, Turn t
   return turn;
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) mla_split(const __grid_constant__ Params p) {
+extern "C" __global__ void __launch_bounds__(THREADS, 1) mla_split(const __grid_constant__ Params p) {
   extern __shared__ __align__(128) unsigned char memory[];
   Shared& s = *reinterpret_cast<Shared*>(memory);
   launch_dependents();
@@ -276,7 +286,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) mla_split(const __
       barrier_init(shared_address(&s.full[i]), COPY_THREADS / 32);
       barrier_init(shared_address(&s.empty[i]), COMPUTE_THREADS / 32);
     }
-    fence_for_tensor_cores();
+    fence_for_engines();
   }
   const Span span = find_span(p, s.span);
   if (threadIdx.x >= COMPUTE_THREADS) {
@@ -290,7 +300,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) mla_split(const __
   }
 }
 
-// ---- joining what several blocks computed of one query row -----------------------------------------------------------
+// ---- joining what several blocks computed of one query row ----------------------------------------------------------
 
 constexpr int COMBINE_THREADS = 256, BATCH = 4;  // threads at most; partial results that a thread loads at once
 
@@ -327,11 +337,12 @@ extern "C" __global__ void __launch_bounds__(COMBINE_THREADS) mla_combine(const 
   const i64 out_row = static_cast<i64>(token) * p.heads + head;
   const Request r = load_request(p, request);
   const int row = (token - r.first_token) * p.heads + head;
-  const int kv_tiles = row < r.tokens * p.heads ? r.kv_tiles() : 0;  // a token of no request gets what an empty one gets
+  const int kv_tiles = row < r.tokens * p.heads ? r.kv_tiles() : 0;  // a token of no request counts as one of an empty
   wait_for_primary();
   const Schedule schedule(p.schedule + p.batch);
   const int quota = schedule.quota, begin = p.schedule[request] + row / ROWS * schedule.item_tiles(kv_tiles);
-  const int first_block = kv_tiles ? begin / quota : 0, parts = kv_tiles ? (begin + kv_tiles - 1) / quota - first_block + 1 : 0;
+  const int first_block = kv_tiles ? begin / quota : 0;
+  const int parts = kv_tiles ? (begin + kv_tiles - 1) / quota - first_block + 1 : 0;
   if (parts == 1) return;  // written by its only block
 
   const int lanes = LATENT / 4 / gridDim.z, groups = blockDim.x / lanes;
@@ -354,10 +365,11 @@ extern "C" __global__ void __launch_bounds__(COMBINE_THREADS) mla_combine(const 
   shared[threadIdx.x] = mean;
   __syncthreads();
   if (threadIdx.x >= lanes) return;
-  for (int i = threadIdx.x + lanes; i < blockDim.x; i += lanes) mean.add(shared[i].reference, shared[i].total, shared[i].sum);
+  for (int i = threadIdx.x + lanes; i < blockDim.x; i += lanes)
+    mean.add(shared[i].reference, shared[i].total, shared[i].sum);
   const float factor = mean.total == 0.f ? 0.f : 1.f / mean.total;
-  store_four(p, out_row * LATENT + four % 64 * 8 + four / 64 * 4, mean.sum.x * factor, mean.sum.y * factor, mean.sum.z * factor,
-             mean.sum.w * factor);
+  const i64 at = out_row * LATENT + four % 64 * 8 + four / 64 * 4;
+  store_four(p, at, mean.sum.x * factor, mean.sum.y * factor, mean.sum.z * factor, mean.sum.w * factor);
   if (blockIdx.z == 0 && threadIdx.x == 0)
     p.lse[out_row] = (mean.total == 0.f ? -infinity() : mean.reference + log2f(mean.total)) * p.lse_scale;
 }

@@ -32,12 +32,10 @@ class Tile:
     Attributes:
         rows: query rows (token x head) of a tile: 16, 32 or 64.
         stages: tiles of 64 pool rows in shared memory.
-        blocks: blocks that a multiprocessor holds, 1 or 2.
     """
 
     rows: int
     stages: int
-    blocks: int = 1
 
     @property
     def shared_bytes(self) -> int:
@@ -52,11 +50,11 @@ class Tile:
     @property
     def defines(self) -> dict[str, int]:
         """The macros that the source is built with."""
-        return {"ROWS": self.rows, "STAGES": self.stages, "BLOCKS": self.blocks, "SHARED_BYTES": self.shared_bytes}
+        return {"ROWS": self.rows, "STAGES": self.stages, "SHARED_BYTES": self.shared_bytes}
 
 
-# As many stages as fit beside the query, since they cover the memory's latency; two smaller blocks of 16 rows, with two
-# stages each, were 12 % slower at 64 x 8k.
+# As many stages as fit beside the query: they cover the memory's latency. Of 16 rows two blocks with two stages each
+# would fit too, and were 12 % slower (64 x 8k).
 TILES = {16: Tile(16, 5), 32: Tile(32, 4), 64: Tile(64, 3)}
 
 
@@ -101,7 +99,7 @@ def choose_tile(tokens: int, heads: int, batch: int) -> Tile:
 def workspace_bytes(batch: int, device: torch.device | int | None = None) -> int:
     """Size of the workspace for calls of up to `batch` requests: about 35 MB on an H200."""
     multiprocessors = int(torch.cuda.get_device_properties(_index(device)).multi_processor_count)
-    rows = max(2 * multiprocessors * tile.blocks * tile.rows for tile in TILES.values())
+    rows = 2 * multiprocessors * max(TILES)
     return rows * (LATENT + 1) * 4 + (batch + 2) * 4
 
 
@@ -185,7 +183,7 @@ def mla_fp8_sm90(
     split, combine, blocks = _kernels(tile, _index(device))
     size = workspace_bytes(batch, device)
     workspace = torch.empty(size, dtype=torch.uint8, device=device) if workspace is None else workspace
-    _require(workspace.numel() * workspace.element_size() >= size, f"workspace must have {size} bytes")
+    _require(workspace.nbytes >= size and workspace.data_ptr() % 16 == 0, f"workspace must have {size} aligned bytes")
     partial = workspace.data_ptr()
     partial_lse = partial + 2 * blocks * tile.rows * LATENT * 4
     params = _Params(
@@ -229,12 +227,12 @@ def mla_fp8_sm90(
 
 @functools.cache
 def _kernels(tile: Tile, device: int) -> tuple[Kernel, Kernel, int]:
-    """The split and combine kernels of a tile shape, and the blocks the device holds at once."""
+    """The split and combine kernels of a tile shape, and how many blocks the first gets: one a multiprocessor."""
     with torch.cuda.device(device):
         torch.cuda.current_stream().synchronize()  # makes the device's context current, for the module to load into
         module = Module(build(SOURCE, "sm_90a", tile.defines))
     multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
-    return module.kernel("mla_split", tile.shared_bytes), module.kernel("mla_combine"), multiprocessors * tile.blocks
+    return module.kernel("mla_split", tile.shared_bytes), module.kernel("mla_combine"), multiprocessors
 
 
 def _index(device: torch.device | int | None) -> int:

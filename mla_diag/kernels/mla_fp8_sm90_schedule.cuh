@@ -10,14 +10,15 @@ constexpr int PIECE_COST = 4;  // what a second piece costs a block, in tiles
 
 enum Type { BF16, FP16, FP32 };
 
+// As mla_fp8_sm90.py passes them; qo_indptr and one of kv_indptr and kv_lens may be null.
 struct Params {
   const unsigned short *q_nope, *q_rope;  // bf16 or fp16
   const unsigned char* pool;
-  void* out;            // [tokens, heads, 512]
-  float* lse;           // [tokens, heads]
-  float* partial;       // [2 * blocks, ROWS, 512], normalised
-  float* partial_lse;   // [2 * blocks, ROWS], base 2
-  int* schedule;        // [batch + 2]: where each request starts in the row of all tiles; a block's tiles; see Schedule
+  void* out;                              // [tokens, heads, 512]
+  float* lse;                             // [tokens, heads]
+  float* partial;                         // [2 * blocks, ROWS, 512], divided by the sums of their own probabilities
+  float* partial_lse;                     // [2 * blocks, ROWS], base 2
+  int* schedule;                          // [batch + 2]: where each request's first item starts; a Schedule
   const int *qo_indptr, *kv_indptr, *kv_lens, *pages;
   i64 q_nope_token, q_nope_head, q_rope_token, q_rope_head, pool_row, pages_row;  // strides, in elements
   int batch, heads, page_size, causal, q_type, out_type, blocks;
@@ -45,21 +46,22 @@ __device__ inline Request load_request(const Params& p, int request) {
 // A run of KV tiles of one (request, row tile).
 struct Piece {
   Request request;
-  int first_row, rows;      // query rows (token x head) of the tile
-  int begin, tiles;
-  float *partial, *partial_lse;  // null when the piece is the whole
+  int first_row, rows;           // query rows (token x head) of the row tile
+  int begin, tiles;              // KV tiles
+  float *partial, *partial_lse;  // where the result goes; partial is null when it is the final one
 
-  // The tokens that a query row may see; any row of the tile sees those that its first row sees.
+  // How many tokens a query row sees. Later rows see no fewer.
   __device__ int visible(const Params& p, int row) const {
-    return p.causal ? request.kv_len - request.tokens + 1 + min(row / p.heads, request.tokens - 1) : request.kv_len;
+    if (!p.causal) return request.kv_len;
+    return request.kv_len - request.tokens + 1 + min(row / p.heads, request.tokens - 1);
   }
 };
 
-// ---- the span of tiles that this block works on ----------------------------------------------------------------------
+// ---- the span of tiles that a block works on ------------------------------------------------------------------------
 
 // An item is a (request, row tile) with tokens to see. All items are laid end to end and cut every `quota` tiles. Cut
-// evenly, most blocks get the end of one item and the start of the next, and pay twice for a query and a result. So when
-// lengths are about equal each item is padded to `padded` tiles, a multiple of the quota, and no block gets two.
+// evenly, most blocks get the end of one item and the start of the next, and pay twice for a query and a result. So
+// when lengths are about equal each item is padded to `padded` tiles, a multiple of the quota, and no block gets two.
 struct Schedule {
   int quota, padded;
 
@@ -70,7 +72,9 @@ struct Schedule {
     quota = whole;
     padded = (longest + whole - 1) / whole * whole;
   }
-  __device__ Schedule(const int* stored) : quota(stored[0]), padded(stored[1]) {}
+  __device__ explicit Schedule(const int* stored) : quota(stored[0]), padded(stored[1]) {}
+
+  __device__ void store(int* to) const { to[0] = quota, to[1] = padded; }
   __device__ int item_tiles(int kv_tiles) const { return kv_tiles && padded ? padded : kv_tiles; }
 };
 
@@ -79,12 +83,13 @@ struct Span {
   int request, offset, tiles;
 };
 
-// Memory that find_span shares among the threads of a block.
+// What the threads of a block share in find_span.
 struct SpanMemory {
   int3 warp_total[THREADS / 32];
   int request, offset;
 };
 
+// Lengths are only known on the device, so every block reads them all and finds its own span.
 __device__ inline Span find_span(const Params& p, SpanMemory& s) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int each = (p.batch + THREADS - 1) / THREADS;
@@ -100,7 +105,8 @@ __device__ inline Span find_span(const Params& p, SpanMemory& s) {
   int items_upto = items, tiles_upto = tiles;
 #pragma unroll
   for (int distance = 1; distance < 32; distance *= 2) {
-    const int items_below = __shfl_up_sync(~0u, items_upto, distance), tiles_below = __shfl_up_sync(~0u, tiles_upto, distance);
+    const int items_below = __shfl_up_sync(~0u, items_upto, distance);
+    const int tiles_below = __shfl_up_sync(~0u, tiles_upto, distance);
     if (lane >= distance) items_upto += items_below, tiles_upto += tiles_below;
   }
   longest = __reduce_max_sync(~0u, longest);
@@ -123,13 +129,12 @@ __device__ inline Span find_span(const Params& p, SpanMemory& s) {
     if (blockIdx.x == 0) p.schedule[i] = first;
     first = next;
   }
-  if (blockIdx.x == 0 && threadIdx.x == 0) p.schedule[p.batch] = schedule.quota, p.schedule[p.batch + 1] = schedule.padded;
+  if (blockIdx.x == 0 && threadIdx.x == 0) schedule.store(p.schedule + p.batch);
   __syncthreads();
   return {schedule, s.request, s.offset, max(0, min(schedule.quota, total - start))};
 }
 
-// ---- a block's span, piece by piece ----------------------------------------------------------------------------------
-
+// Calls `work` with each piece of a span.
 template <class Work>
 __device__ inline void for_each_piece(const Params& p, Span span, const Work& work) {
   for (bool first = true; span.tiles > 0; ++span.request, span.offset = 0) {

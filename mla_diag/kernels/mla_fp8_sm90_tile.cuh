@@ -6,24 +6,27 @@ constexpr int STRIDE = WIDTH + 32;              // of a pool row in shared memor
 constexpr int COLUMNS = ROWS / 8;               // blocks of 8 columns of a wgmma, which are the tile's query rows
 constexpr int LATENT_BLOCKS = LATENT / 2 / 64;  // blocks of 64 latents, for each computing warpgroup
 
-using Scores = float[ROWS / 2];                   // of 64 places by ROWS columns, a warpgroup's accumulators
-using Accumulators = float[LATENT_BLOCKS][ROWS / 2];  // of 256 latents by ROWS columns
+// Registers of a warpgroup's products. A thread has of each block of 8 columns 2 * (lane % 4) and the next, of each 16
+// rows lane / 4 (elements 0 and 1) and that + 8 (elements 2 and 3).
+using Scores = float[ROWS / 2];                       // 64 places of a tile by ROWS query rows
+using Accumulators = float[LATENT_BLOCKS][ROWS / 2];  // 256 latents by ROWS query rows
 
 struct alignas(128) Shared {
   unsigned char kv[STAGES][TOKENS * STRIDE];
-  u32 q[WIDTH / 16][2][COLUMNS][8][4];     // fp16 pairs as wgmma core matrices, see load_query
-  u32 p[2][TOKENS / 8][COLUMNS][8][4];     // the same for the probabilities of an even and an odd tile
-  float warp_value[COMPUTE_THREADS / 32][ROWS];
-  float maximum[ROWS], factor[ROWS];       // of a column: reference point of its exponents; what its results shrink by
-  int limit[ROWS];                         // of a column: how many tokens it sees
-  u64 full[STAGES], empty[STAGES];         // barriers: a pool tile has been copied, has been used
+  u32 q[WIDTH / 16][2][COLUMNS][8][4];           // pairs of fp16 in wgmma's core matrices, see load_query
+  u32 p[2][TOKENS / 8][COLUMNS][8][4];           // the same for the probabilities of an even and an odd tile
+  float warp_value[COMPUTE_THREADS / 32][ROWS];  // one number a warp and column
+  float maximum[ROWS], factor[ROWS];             // a column's reference point; what its results are multiplied by
+  int limit[ROWS];                               // how many tokens a column sees
+  u64 full[STAGES], empty[STAGES];               // barriers: a pool tile has been copied, has been used
   u32 query_max;
   SpanMemory span;
 };
 static_assert(sizeof(Shared) <= SHARED_BYTES, "the launch asks for less shared memory than the kernel uses");
 
-// Place -> token within each 8 tokens of a tile. With rows 608 bytes apart (96 mod 128), rows in this order put the eight
-// 16-byte words that a quarter of a warp reads, and the four 32-byte runs that half a warp reads, into different banks.
+// Place -> token within each 8 tokens of a tile. Half a warp reads 32 bytes each of four tokens: those of four
+// neighbouring places for the scores, of four even or four odd places for the values. In this order either four differ
+// modulo 4, and with rows 608 bytes apart (96 modulo 128) they lie in different banks.
 __device__ inline int shuffled(int place) { return 0x57463120 >> (4 * place) & 7; }
 
 // A position in the ring of pool tiles.
@@ -34,10 +37,10 @@ struct Turn {
   __device__ Turn next() const { return stage + 1 < STAGES ? Turn{stage + 1, phase} : Turn{0, phase ^ 1}; }
 };
 
-// The order of k within a dot product is free, so a thread may hold 8 neighbouring values of a token, as it reads them,
-// which are two k-steps. Q is stored to match.
-// Q is scaled by a power of two that brings the tile's largest value near 2^15: a bf16 query may exceed fp16's range.
-// Returns the factor that turns a dot product into a base-2 logit.
+// Brings Q to shared memory. The order of k within a dot product is free, so in `score` a thread holds 8 neighbouring
+// values of a token, as it reads them, which are two k-steps; Q is stored to match. It is multiplied by a power of two
+// that brings its largest value near 2^15: a bf16 query may exceed fp16's range. Returns the factor that turns a dot
+// product into a base-2 logit.
 __device__ inline float load_query(const Params& p, const Piece& piece, Shared& s) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, row_in_block = lane / 4, quad = lane % 4;
   constexpr int UNITS = 9 * COLUMNS, EACH = (UNITS + 7) / 8;  // of 8 rows x 64 values
@@ -83,20 +86,20 @@ __device__ inline float load_query(const Params& p, const Piece& piece, Shared& 
       s.q[unit % 9 * 4 + k / 2][k % 2][unit / 9][row_in_block][quad] = pack_f16x2(v.x * scale, v.y * scale);
     }
   }
-  fence_for_tensor_cores();
+  fence_for_engines();
   sync_threads<1, COMPUTE_THREADS>();
   return p.score_scale * LOG2E / scale;
 }
 
-// scores = K Q^T. Rows are places of the tile, columns are query rows.
+// scores = K Q^T.
 __device__ inline void score(const Shared& s, int stage, Scores& scores) {
   const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
   const unsigned char* upper = &s.kv[stage][(16 * warp + shuffled(lane / 4)) * STRIDE + 8 * (lane % 4)];
-  const Operand<COLUMNS> q(&s.q);
+  const Operands<COLUMNS> q(&s.q);
 #pragma unroll
   for (int i = 0; i < ROWS / 2; ++i) scores[i] = 0.f;
   u32 a[2][2][4];  // two pairs of k-steps: one being read by the tensor cores, one being converted
-  uint2 words[3][2];
+  uint2 words[3][2];           // of three pairs, read two ahead
   auto read = [&](int pair) {
     words[pair % 3][0] = *reinterpret_cast<const uint2*>(upper + 32 * pair);
     words[pair % 3][1] = *reinterpret_cast<const uint2*>(upper + 8 * STRIDE + 32 * pair);
@@ -126,8 +129,8 @@ __device__ inline void score(const Shared& s, int stage, Scores& scores) {
   pin(scores);
 }
 
-// One k-step (16 tokens) of V^T for this warpgroup's 256 latents. A thread reads 8 neighbouring latents of four tokens and
-// transposes 4 x 4 bytes at a time: latent 2 * b + h of the 8 is row (lane / 4) + 8 * h of 64-latent block b.
+// One k-step (16 places) of V^T for this warpgroup's 256 latents. A thread reads 8 neighbouring latents of four tokens
+// and transposes 4 x 4 bytes at a time: latent 2 * b + h of the 8 is row (lane / 4) + 8 * h of 64-latent block b.
 struct ValueReader {
   const unsigned char *even, *odd;
   uint2 words[4];
@@ -171,7 +174,7 @@ struct ValueProduct {
   }
   // acc += V^T P^T
   __device__ void accumulate(const Shared& s, int parity, Accumulators& acc) {
-    const Operand<COLUMNS> p(&s.p[parity]);
+    const Operands<COLUMNS> p(&s.p[parity]);
 #pragma unroll
     for (int step = 0; step < TOKENS / 16; ++step) {
       wgmma_fence();

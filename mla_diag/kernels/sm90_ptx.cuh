@@ -1,14 +1,16 @@
-// The Hopper instructions that mla_fp8_sm90.cu is made of, one function each. It includes no CUDA header, so that NVRTC,
-// which comes with torch, can build it where there is no toolkit.
+// The Hopper instructions that mla_fp8_sm90.cu is made of, one function each. It includes no CUDA header, so that
+// NVRTC, which comes with torch, can build it where there is no toolkit.
 #pragma once
 
 using u32 = unsigned int;
 using u64 = unsigned long long;
 using i64 = long long;
 
-__device__ inline u32 shared_address(const void* pointer) { return static_cast<u32>(__cvta_generic_to_shared(pointer)); }
+__device__ inline u32 shared_address(const void* pointer) {
+  return static_cast<u32>(__cvta_generic_to_shared(pointer));
+}
 
-// ---- numbers ---------------------------------------------------------------------------------------------------------
+// ---- numbers --------------------------------------------------------------------------------------------------------
 
 // Two e4m3 bytes, the low or the high half of `word`, as two fp16. Exact: every e4m3 value is an fp16 value.
 __device__ inline u32 e4m3x2_lo(u32 word) {
@@ -55,7 +57,7 @@ __device__ inline float exp2_approx(float x) {
 
 __device__ inline float infinity() { return __int_as_float(0x7f800000); }
 
-// ---- copies and barriers ---------------------------------------------------------------------------------------------
+// ---- copies and barriers --------------------------------------------------------------------------------------------
 
 // A barrier in shared memory that completes a phase when `arrivals` threads and all announced bytes have arrived.
 __device__ inline void barrier_init(u32 barrier, int arrivals) {
@@ -73,29 +75,22 @@ __device__ inline void barrier_arrive_expecting(u32 barrier, u32 bytes) {
 // Waits until the phase of that parity is complete; before the first phase, parity 1 counts as complete.
 __device__ inline void barrier_wait(u32 barrier, u32 parity) {
   asm volatile(
-      "{ .reg .pred done; again: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1; @!done bra again; }" ::"r"(barrier),
-      "r"(parity)
+      "{ .reg .pred done; again: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1; @!done bra again; }"
+      :
+      : "r"(barrier), "r"(parity)
       : "memory");
 }
 
 // `bytes` (a multiple of 16) from global to shared memory by the copy engine, which reports to the barrier.
 __device__ inline void copy_bulk(u32 shared, const void* global, u32 bytes, u32 barrier) {
   asm volatile(
-      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(shared), "l"(global),
-      "r"(bytes), "r"(barrier)
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
+      :
+      : "r"(shared), "l"(global), "r"(bytes), "r"(barrier)
       : "memory");
 }
 
-__device__ inline void copy_async_16(u32 shared, const void* global) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared), "l"(global) : "memory");
-}
-
-// Arrives once this thread's copies so far have landed.
-__device__ inline void barrier_arrive_after_copies(u32 barrier) {
-  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
-}
-
-// A barrier among the first `Threads` threads of those that name it, in hardware.
+// A barrier among `Threads` threads; the name is that of one of the block's 16 hardware barriers.
 template <int Name, int Threads>
 __device__ inline void sync_threads() {
   asm volatile("bar.sync %0, %1;" ::"n"(Name), "n"(Threads) : "memory");
@@ -122,14 +117,14 @@ __device__ inline void take_registers() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(Registers));
 }
 
-// Orders this thread's ordinary writes to shared memory before the tensor cores' reads of it.
-__device__ inline void fence_for_tensor_cores() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+// Orders this thread's ordinary writes to shared memory before what the tensor cores or the copy engine do with it.
+__device__ inline void fence_for_engines() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 // Programmatic dependent launch: let the next kernel of the stream start early, and wait for the one before to be done.
 __device__ inline void launch_dependents() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 __device__ inline void wait_for_primary() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 
-// ---- wgmma -----------------------------------------------------------------------------------------------------------
+// ---- wgmma ----------------------------------------------------------------------------------------------------------
 
 __device__ inline void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ inline void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
@@ -146,31 +141,33 @@ __device__ inline void pin(float (&registers)[Count]) {
   for (int i = 0; i < Count; ++i) asm volatile("" : "+f"(registers[i])::"memory");
 }
 
-// A B operand of 16 (k) x 8 * COLUMN_BLOCKS values in shared memory: 8 x 8 core matrices of 128 bytes, column blocks first,
-// unswizzled. The descriptor has the address in bits 0-13, the stride between k blocks in bits 16-29 and that between
-// column blocks in bits 32-45, in units of 16 bytes. Only the low half depends on the address, and moving on by whole
-// operands is one addition: recomputing it took longer than the product it was for.
-template <int COLUMN_BLOCKS>
-struct Operand {
+// B operands of 16 (k) x 8 * ColumnBlocks values, one after the other in shared memory, each in 8 x 8 core matrices of
+// 128 bytes, column blocks first, unswizzled. A descriptor has the address in bits 0-13, the stride between k blocks in
+// bits 16-29 and that between column blocks in bits 32-45, in units of 16 bytes. Only its low half depends on the
+// address, and the next operand's is one addition away: computing it anew took longer than the product it was for.
+template <int ColumnBlocks>
+struct Operands {
   u32 low;
 
-  __device__ explicit Operand(const void* pointer) : low(shared_address(pointer) >> 4 | COLUMN_BLOCKS * 8 << 16) {}
+  __device__ explicit Operands(const void* pointer) : low(shared_address(pointer) >> 4 | ColumnBlocks * 8 << 16) {}
+
   __device__ u64 at(int index) const {
     u64 descriptor;
-    asm("mov.b64 %0, {%1, %2};" : "=l"(descriptor) : "r"(low + index * COLUMN_BLOCKS * 16), "n"(8));
+    asm("mov.b64 %0, {%1, %2};" : "=l"(descriptor) : "r"(low + index * ColumnBlocks * 16), "n"(8));
     return descriptor;
   }
 };
 
-// d[64 x 8 * blocks] += a[64 x 16] b[16 x 8 * blocks], a in registers and b in shared memory; `ColumnMajor` tells how the
-// 8 x 8 core matrices of b are stored: 0 with k contiguous, 1 with columns contiguous.
-#define WGMMA_D8(d, i) \
-  "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), "+f"(d[i + 7])
+// d[64 x 8 * ColumnBlocks] += a[64 x 16] b, a in registers and b in shared memory. The 8 x 8 core matrices of b have k
+// contiguous, or, with TransposeB, columns.
+#define WGMMA_D4(d, i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
+#define WGMMA_D8(d, i) WGMMA_D4(d, i), WGMMA_D4(d, i + 4)
 
 template <int TransposeB>
 __device__ inline void wgmma(float (&d)[8], const u32 (&a)[4], u64 b) {
   asm volatile(
-      "{ .reg .pred p; setp.eq.u32 p, 0, 0; wgmma.mma_async.sync.aligned.m64n16k16.f32.f16.f16 {%0, %1, %2, %3, %4, %5, %6, %7}, "
+      "{ .reg .pred p; setp.eq.u32 p, 0, 0; "
+      "wgmma.mma_async.sync.aligned.m64n16k16.f32.f16.f16 {%0, %1, %2, %3, %4, %5, %6, %7}, "
       "{%8, %9, %10, %11}, %12, p, 1, 1, %13; }"
       : WGMMA_D8(d, 0)
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(TransposeB));
@@ -179,7 +176,8 @@ __device__ inline void wgmma(float (&d)[8], const u32 (&a)[4], u64 b) {
 template <int TransposeB>
 __device__ inline void wgmma(float (&d)[16], const u32 (&a)[4], u64 b) {
   asm volatile(
-      "{ .reg .pred p; setp.eq.u32 p, 0, 0; wgmma.mma_async.sync.aligned.m64n32k16.f32.f16.f16 {%0, %1, %2, %3, %4, %5, %6, %7, "
+      "{ .reg .pred p; setp.eq.u32 p, 0, 0; "
+      "wgmma.mma_async.sync.aligned.m64n32k16.f32.f16.f16 {%0, %1, %2, %3, %4, %5, %6, %7, "
       "%8, %9, %10, %11, %12, %13, %14, %15}, {%16, %17, %18, %19}, %20, p, 1, 1, %21; }"
       : WGMMA_D8(d, 0), WGMMA_D8(d, 8)
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(TransposeB));
@@ -188,7 +186,8 @@ __device__ inline void wgmma(float (&d)[16], const u32 (&a)[4], u64 b) {
 template <int TransposeB>
 __device__ inline void wgmma(float (&d)[32], const u32 (&a)[4], u64 b) {
   asm volatile(
-      "{ .reg .pred p; setp.eq.u32 p, 0, 0; wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16 {%0, %1, %2, %3, %4, %5, %6, %7, "
+      "{ .reg .pred p; setp.eq.u32 p, 0, 0; "
+      "wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16 {%0, %1, %2, %3, %4, %5, %6, %7, "
       "%8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, "
       "%24, %25, %26, %27, %28, %29, %30, %31}, {%32, %33, %34, %35}, %36, p, 1, 1, %37; }"
       : WGMMA_D8(d, 0), WGMMA_D8(d, 8), WGMMA_D8(d, 16), WGMMA_D8(d, 24)
