@@ -340,23 +340,19 @@ extern "C" __global__ void __launch_bounds__(COMBINE_THREADS) mla_combine(const 
   const int kv_tiles = row < r.tokens * p.heads ? r.kv_tiles() : 0;  // a token of no request counts as one of an empty
   wait_for_primary();
   const Schedule schedule(p.schedule + p.batch);
-  const int quota = schedule.quota, begin = p.schedule[request] + row / ROWS * schedule.item_tiles(kv_tiles);
-  const int first_block = kv_tiles ? begin / quota : 0;
-  const int parts = kv_tiles ? (begin + kv_tiles - 1) / quota - first_block + 1 : 0;
-  if (parts == 1) return;  // written by its only block
+  const Parts parts(schedule, p.schedule[request] + row / ROWS * schedule.item_tiles(kv_tiles), kv_tiles);
+  if (parts.count == 1) return;  // written by its only block
 
   const int lanes = LATENT / 4 / gridDim.z, groups = blockDim.x / lanes;
   const int four = blockIdx.z * lanes + threadIdx.x % lanes;  // of the 128 in a row, in the order of write_result
   Mean mean;
-  for (int i = threadIdx.x / lanes; i < parts; i += BATCH * groups) {
+  for (int i = threadIdx.x / lanes; i < parts.count; i += BATCH * groups) {
     float lse[BATCH];
     float4 v[BATCH];
 #pragma unroll
     for (int k = 0; k < BATCH; ++k) {
-      const int block = first_block + min(i + k * groups, parts - 1);
-      // A block's first piece of work is in its even slot, its last in its odd slot.
-      const i64 at = static_cast<i64>(2 * block + (block * quota < begin)) * ROWS + row % ROWS;
-      lse[k] = i + k * groups < parts ? p.partial_lse[at] : -infinity();
+      const i64 at = static_cast<i64>(parts.slot(min(i + k * groups, parts.count - 1))) * ROWS + row % ROWS;
+      lse[k] = i + k * groups < parts.count ? p.partial_lse[at] : -infinity();
       v[k] = reinterpret_cast<const float4*>(p.partial + at * LATENT)[four];
     }
 #pragma unroll

@@ -78,6 +78,21 @@ struct Schedule {
   __device__ int item_tiles(int kv_tiles) const { return kv_tiles && padded ? padded : kv_tiles; }
 };
 
+// The blocks that worked on an item, each of which left its part in a slot of the partial results: in its even slot if
+// it was the block's first piece, in its odd slot if it was the last.
+struct Parts {
+  int quota, begin, first_block, count;
+
+  __device__ Parts(const Schedule& schedule, int begin, int kv_tiles) : quota(schedule.quota), begin(begin) {
+    first_block = kv_tiles ? begin / quota : 0;
+    count = kv_tiles ? (begin + kv_tiles - 1) / quota - first_block + 1 : 0;
+  }
+  __device__ int slot(int part) const {
+    const int block = first_block + part;
+    return 2 * block + (block * quota < begin);
+  }
+};
+
 struct Span {
   Schedule schedule;
   int request, offset, tiles;
