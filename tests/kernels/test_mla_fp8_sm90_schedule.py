@@ -105,7 +105,7 @@ def test_every_tile_is_done_once(program: Path, blocks: int, heads: int, request
 
 
 @pytest.mark.parametrize("batch", [1, 2, 16, 64, 131, 132, 133, 128, 600])
-@pytest.mark.parametrize("length", [1, 64, 2048, 8192])
+@pytest.mark.parametrize("length", [1, 64, 2048, 5000, 8192])
 def test_equal_lengths(program: Path, batch: int, length: int) -> None:
     """No block works on two requests when there are enough blocks, and none does much more than its share."""
     requests = [(1, length)] * batch
