@@ -8,7 +8,7 @@ BIN := .venv/bin
 help: ## Show this help
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-demo: .venv/run.stamp ## Explain a bundled recording: where an MLA decode step's time goes
+demo: .venv/run.stamp ## Explain bundled recordings: where an MLA decode step's time goes, and what the fix saves
 	@$(BIN)/mla-diag demo
 
 test: .venv/dev.stamp ## Run the tests; those marked gpu need a GPU: make test PYTEST="-m gpu"

@@ -1,22 +1,32 @@
-"""`mla-diag demo`: the whole story on a laptop, from a recording that comes with the package."""
+"""`mla-diag demo`: the whole story on a laptop, from recordings that come with the package."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from mla_diag.commands import explain
+from rich.console import Console
 
-_RECORDING = "base-eager-decode-stack.trace.json.gz"
+from mla_diag.commands import compare, explain
+
+_PACKAGE = Path(__file__).parents[1]
+# Inside an installed package, or `traces/` of a checkout.
+_DIRECTORIES = (_PACKAGE / "recordings", _PACKAGE.parent / "traces")
 
 
-def recording() -> Path:
-    """The bundled recording: inside an installed package, or in `traces/` of a checkout."""
-    package = Path(__file__).parents[1]
-    return next(
-        path for path in (package / "recordings" / _RECORDING, package.parent / "traces" / _RECORDING) if path.exists()
-    )
+def recording(name: str) -> Path:
+    """A bundled recording."""
+    file = f"{name}.trace.json.gz"
+    return next(path for directory in _DIRECTORIES if (path := directory / file).exists())
 
 
 def run() -> None:
-    """Explain the recording."""
-    explain.run([recording()], top=8)
+    """Explain a server that copies its pool, then show what it gains where attention reads the pool as it is."""
+    console = Console(highlight=False)
+    console.print(
+        "An MLA model on one H200, SGLang 0.5.17 as shipped, FP8 KV pool, one request of 2,000 tokens: two decode steps.\n"
+    )
+    explain.run([recording("base-eager-decode-stack")], top=4)
+    console.print(
+        "\nThe same server with CUDA graphs, as shipped and with attention that reads the FP8 pool without copying it:\n"
+    )
+    compare.run(recording("base-graph-decode"), recording("native-graph-decode"), top=3)
