@@ -121,7 +121,7 @@ def compare(
 
 @app.command()
 def demo() -> None:
-    """Explain recordings that come with mla-diag: an MLA server that copies its whole KV pool, and one that does not."""
+    """Explain recordings that come with mla-diag: a server that copies its whole KV pool, and one that does not."""
     from mla_diag.commands import demo as command
 
     command.run()

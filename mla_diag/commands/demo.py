@@ -22,11 +22,11 @@ def recording(name: str) -> Path:
 def run() -> None:
     """Explain a server that copies its pool, then show what it gains where attention reads the pool as it is."""
     console = Console(highlight=False)
-    console.print(
-        "An MLA model on one H200, SGLang 0.5.17 as shipped, FP8 KV pool, one request of 2,000 tokens: two decode steps.\n"
-    )
+    _say(console, "An MLA model on one H200: SGLang 0.5.17 as shipped, FP8 KV pool, one request of 2,000 tokens.\n")
     explain.run([recording("base-eager-decode-stack")], top=4)
-    console.print(
-        "\nThe same server with CUDA graphs, as shipped and with attention that reads the FP8 pool without copying it:\n"
-    )
+    _say(console, "\nThe same with CUDA graphs, then with attention that reads the FP8 pool without copying it:\n")
     compare.run(recording("base-graph-decode"), recording("native-graph-decode"), top=3)
+
+
+def _say(console: Console, text: str) -> None:
+    console.print(text, soft_wrap=not console.is_terminal)
