@@ -3,10 +3,10 @@ PYTHON ?= python3
 BIN := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint format bench clean
+.PHONY: help demo test lint format bench traces-check clean
 
 help: ## Show this help
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 demo: .venv/run.stamp ## Explain a bundled recording: where an MLA decode step's time goes
 	@$(BIN)/mla-diag demo
@@ -26,6 +26,9 @@ format: .venv/dev.stamp ## Format the code
 
 bench: .venv/dev.stamp ## Time the trace reader against json.load, in turns
 	$(BIN)/python tests/bench_reader.py
+
+traces-check: .venv/dev.stamp ## Hold every recording to its manifest, as CI does with recorded traces
+	$(BIN)/python traces/check.py
 
 clean: ## Remove the environment and all caches
 	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache build dist

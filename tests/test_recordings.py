@@ -42,6 +42,9 @@ def test_recording_holds_what_its_manifest_says(entry: dict[str, Any]):
     assert stage.device_ms_per_step == pytest.approx(expect["device_ms"], abs=0.001)
     assert stage.busy_ms_per_step == pytest.approx(expect["busy_ms"], abs=0.001)
 
+    kinds = {finding.kind for finding in diagnosis.findings}
+    assert ("whole-pool-copy" in kinds) is expect["pool_copy"]
+
     first = stage.ops[0]
     wanted = expect["first"]
     assert first.op == wanted.get("op")

@@ -11,9 +11,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from mla_diag.diagnose.geometry import Elements, elements
+from mla_diag.diagnose.geometry import Elements, elements, extents
 from mla_diag.diagnose.kernel_names import short_kernel_name
-from mla_diag.diagnose.ranking import launch_extents
 from mla_diag.trace.columns import Ints
 from mla_diag.trace.model import DeviceKind, Trace
 
@@ -74,12 +73,18 @@ def copies_before_attention(trace: Trace, events: Ints) -> list[AttentionCopy]:
         kernels = table.kind[ordered] == DeviceKind.KERNEL
         for place in np.flatnonzero(attention[names] & kernels).tolist():
             rows = _run_before(place, copy[names] & kernels)
-            sizes = [elements(trace.names[table.name[row]], *launch_extents(trace, row)) for row in ordered[rows]]
+            sizes = [_handled(trace, row) for row in ordered[rows].tolist()]
             known = [size for size in sizes if size is not None]
             if known and len(known) == len(sizes):
                 together = Elements(sum(size.most for size in known), sum(size.block for size in known))
                 found.append(AttentionCopy(int(ordered[place]), ordered[rows].tolist(), together))
     return found
+
+
+def _handled(trace: Trace, event: int) -> Elements | None:
+    table = trace.device_events
+    grid, block = (extents(trace.values[column[event]]) for column in (table.grid, table.block))
+    return elements(trace.names[table.name[event]], grid, block)
 
 
 def _run_before(place: int, copy: np.ndarray[tuple[int], np.dtype[np.bool_]]) -> list[int]:

@@ -9,7 +9,10 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import NamedTuple
+
+import msgspec
 
 # Sizes of the C++ types in kernel names.
 _TYPE_BYTES = {
@@ -39,6 +42,8 @@ _STRIDED = re.compile(
     r"\belementwise_kernel(?:_manual_unroll)?<\d+, (?P<work>\d+), "
     r"at::native::gpu_kernel_impl(?P<nocast>_nocast)?<(?P<functor>.*?)>\(at::TensorIterator"
 )
+# A thread for each element that an index names, whatever the tensor's size.
+_INDEXED = re.compile(r"\bindex_elementwise_kernel<\d+, (?P<work>\d+),")
 _LAMBDA = re.compile(r"\{lambda\(([^(){}]+)\)#\d+\}")
 _TEMPLATE = re.compile(rf"\w<({'|'.join(map(re.escape, _TYPE_BYTES))})\b")
 
@@ -73,6 +78,16 @@ class Bytes(NamedTuple):
 
     total: int
     least: bool
+
+
+@lru_cache(maxsize=4096)
+def extents(text: bytes) -> list[int] | None:
+    """A launch's grid or block from its raw JSON, which is a list in most traces and text in some."""
+    try:
+        value = msgspec.json.decode(text)
+        return msgspec.convert(msgspec.json.decode(value) if isinstance(value, str) else value, list[int])
+    except (msgspec.MsgspecError, UnicodeEncodeError):
+        return None
 
 
 def elements(kernel: str, grid: Sequence[int] | None, block: Sequence[int] | None) -> Elements | None:
@@ -121,7 +136,7 @@ def _work_per_thread(kernel: str, threads: int) -> int | None:
         return 16 if moved == 1 else 8 if moved < 4 else 4
     if match := _UNROLLED.search(kernel):
         return int(match["work"] or _THREAD_WORK)
-    match = _STRIDED.search(kernel)
+    match = _STRIDED.search(kernel) or _INDEXED.search(kernel)
     return int(match["work"]) if match else None
 
 

@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from mla_diag.diagnose.geometry import extents
 from mla_diag.diagnose.step_spans import Stage
 from mla_diag.diagnose.steps import find_steps
 from mla_diag.diagnose.traffic import Tensor, tensors
@@ -32,10 +33,18 @@ class MappedOp(NamedTuple):
     source: Source | None
 
 
+class Kernel(NamedTuple):
+    """A kernel by its name and launch geometry."""
+
+    name: str
+    grid: tuple[int, ...]
+    block: tuple[int, ...]
+
+
 class _Launched(NamedTuple):
     """One kernel of the reference: which it is, what launched it, and which call that was."""
 
-    kernel: tuple[str, str, str] | None
+    kernel: Kernel | None
     by: MappedOp
     call: int
 
@@ -120,12 +129,12 @@ def map_kernels(trace: Trace, links: Links, inside: Ints, stages: Sequence[Stage
     return Mapping(list(ops), op, call)
 
 
-def _alike(kernels: list[tuple[str, str, str]], stage: Stage, reference: Reference) -> list[_Launched | None]:
+def _alike(kernels: list[Kernel], stage: Stage, reference: Reference) -> list[_Launched | None]:
     if len(reference.capture) == len(kernels):
         return list(reference.capture)
     launched = reference.steps.get(stage, [])
     exact = _in_order(kernels, launched, lambda kernel: kernel)
-    by_name = _in_order(kernels, launched, lambda kernel: kernel[0])
+    by_name = _in_order(kernels, launched, lambda kernel: kernel.name)
     # A kernel of the same name on another grid ran on other shapes, but was launched from the same place.
     return [
         found if found is not None else None if similar is None else _without_inputs(similar)
@@ -134,7 +143,7 @@ def _alike(kernels: list[tuple[str, str, str]], stage: Stage, reference: Referen
 
 
 def _in_order(
-    kernels: list[tuple[str, str, str]], launched: list[_Launched], key: Callable[[tuple[str, str, str]], Hashable]
+    kernels: list[Kernel], launched: list[_Launched], key: Callable[[Kernel], Hashable]
 ) -> list[_Launched | None]:
     """The n-th kernel of a kind is the n-th of its kind in the reference, if there are as many.
 
@@ -168,10 +177,10 @@ def _without_inputs(entry: _Launched) -> _Launched:
     return entry._replace(by=entry.by._replace(inputs=None))
 
 
-def _kernel(trace: Trace, event: int) -> tuple[str, str, str]:
+def _kernel(trace: Trace, event: int) -> Kernel:
     table = trace.device_events
-    grid, block = (trace.values[column[event]].decode("latin-1") for column in (table.grid, table.block))
-    return trace.names[table.name[event]], grid, block
+    grid, block = (extents(trace.values[column[event]]) or [] for column in (table.grid, table.block))
+    return Kernel(trace.names[table.name[event]], tuple(grid), tuple(block))
 
 
 def _launched(trace: Trace, links: Links, events: Ints) -> list[_Launched]:

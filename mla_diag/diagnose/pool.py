@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from mla_diag.diagnose.diagnosis import Op
 from mla_diag.diagnose.server_info import ServerInfo
-from mla_diag.diagnose.thresholds import POOL_ROWS
+from mla_diag.diagnose.thresholds import FLAT_POOL_ROWS, POOL_ROWS
 
 # Latent 512 + rope 64: every MLA model so far (DeepSeek-V2 to V3.2, Kimi-K2, GLM-5).
 MLA_WIDTH = 576
@@ -54,6 +54,11 @@ class Pool:
         return any(rows == self.rows and width >= 1 for rows, width in _as_rows(shape))
 
 
+def batch_sizes(step_name: str) -> list[int]:
+    """The requests, and for a prefill the tokens, that a step's name gives: `step[EXTEND bs=2 toks=128]`."""
+    return [int(number) for number in _BATCH.findall(step_name)]
+
+
 def find_pool(ops: Iterable[Op], step_names: Iterable[str], server: ServerInfo | None) -> Pool | None:
     """The pool that ops of some steps work on, from the shapes of their inputs.
 
@@ -63,14 +68,15 @@ def find_pool(ops: Iterable[Op], step_names: Iterable[str], server: ServerInfo |
         server: What the server says, if it was asked.
     """
     ops = list(ops)
+    batch = {number for name in step_names for number in batch_sizes(name)}
     if server is not None and server.pool_rows is not None:
-        return _by_server(ops, server)
-    return _by_recurrence(ops, {int(number) for name in step_names for number in _BATCH.findall(name)})
+        return _by_server(ops, server, batch)
+    return _by_recurrence(ops, batch)
 
 
-def _by_server(ops: Sequence[Op], server: ServerInfo) -> Pool | None:
+def _by_server(ops: Sequence[Op], server: ServerInfo, batch: set[int]) -> Pool | None:
     """The width of the rows of the server's pool, by the tensors of that many rows; MLA's where there are none."""
-    rows = {server.pool_rows, server.pool_tokens}
+    rows = {server.pool_rows, server.pool_tokens} - batch
     widths: Counter[tuple[int, int]] = Counter()
     for op in ops:
         for shape in op.shapes or []:
@@ -86,8 +92,9 @@ def _by_server(ops: Sequence[Op], server: ServerInfo) -> Pool | None:
 def _by_recurrence(ops: Sequence[Op], batch: set[int]) -> Pool | None:
     """The pool is what recurs in every layer, is no batch's size, and is never multiplied with a matrix.
 
-    Activations have as many rows as the batch has tokens, and are multiplied with weights; so are weights. What is left
-    with three dimensions or more, or MLA's width, is the pool.
+    Activations have as many rows as the batch has tokens, and are multiplied with weights; weights are multiplied too.
+    What is left with three dimensions or more is the pool; of two it is one only with MLA's width and more rows than
+    any weight has.
     """
     multiplied = {
         extent for op in ops if _MATRIX_PRODUCT.search(op.op or "") for shape in op.shapes or [] for extent in shape
@@ -99,8 +106,8 @@ def _by_recurrence(ops: Sequence[Op], batch: set[int]) -> Pool | None:
             if rows in batch or rows in multiplied or width < 1:
                 continue
             seen[rows, width] += op.launches_per_step
-            deep[rows, width] += dimensions >= 3
-    recurring = {key: count for key, count in seen.items() if count >= 2 and (deep[key] or key[1] == MLA_WIDTH)}
+            deep[rows, width] += dimensions >= 3 or (width == MLA_WIDTH and rows >= FLAT_POOL_ROWS)
+    recurring = {key: count for key, count in seen.items() if count >= 2 and deep[key]}
     if not recurring:
         return None
     rows, width = max(recurring, key=lambda key: (recurring[key] * key[0] * key[1], key))
@@ -114,7 +121,7 @@ def pool_from_geometry(copies: Sequence[int], step_names: Iterable[str]) -> Pool
         copies: Elements of the copy before each attention kernel, rounded up to a block, which is less than a row.
         step_names: The names of the steps, which tell the batch; without one nothing can be told from geometry alone.
     """
-    batch = [int(number) for name in step_names for number in _BATCH.findall(name)]
+    batch = [number for name in step_names for number in batch_sizes(name)]
     if not batch or len(copies) < 2:
         return None
     size, count = Counter(copies).most_common(1)[0]

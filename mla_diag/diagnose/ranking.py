@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-import msgspec
 import numpy as np
 
 from mla_diag.diagnose.diagnosis import KernelUse, Op, Source
-from mla_diag.diagnose.geometry import bytes_moved
+from mla_diag.diagnose.geometry import bytes_moved, extents
 from mla_diag.diagnose.mapping import MappedOp, Mapping, mapped_op
 from mla_diag.diagnose.traffic import bytes_from_shapes, bytes_of_memcpy
 from mla_diag.trace.columns import MISSING, Ints
@@ -137,12 +136,6 @@ def _bytes(
     return _bytes_from_geometry(kernels, steps) if row.op == MISSING else (None, None)
 
 
-def launch_extents(trace: Trace, event: int) -> tuple[list[int] | None, list[int] | None]:
-    """The grid and block of one device event, in blocks and threads."""
-    table = trace.device_events
-    return _extents(trace.values[table.grid[event]]), _extents(trace.values[table.block[event]])
-
-
 def _kernels(trace: Trace, events: Ints, steps: int) -> list[KernelUse]:
     table = trace.device_events
     keys = np.stack([column[events].astype(np.int64) for column in (table.name, table.grid, table.block)])
@@ -153,8 +146,8 @@ def _kernels(trace: Trace, events: Ints, steps: int) -> list[KernelUse]:
             kernel=trace.names[distinct[0, number]],
             launches_per_step=int(count[number]) / steps,
             ms_per_step=float(spent[number]) / steps / _NANOS_PER_MS,
-            grid=_extents(trace.values[distinct[1, number]]),
-            block=_extents(trace.values[distinct[2, number]]),
+            grid=extents(trace.values[distinct[1, number]]),
+            block=extents(trace.values[distinct[2, number]]),
         )
         for number in np.argsort(-spent, kind="stable").tolist()
     ]
@@ -177,12 +170,3 @@ def _bytes_from_geometry(kernels: list[KernelUse], steps: int) -> tuple[int | No
     if not moved or len(moved) < len(parts):
         return None, None
     return round(sum(total for total, _ in moved)), "geometry-least" if any(least for _, least in moved) else "geometry"
-
-
-def _extents(text: bytes) -> list[int] | None:
-    """A launch's grid or block: a list in most traces, text in some."""
-    try:
-        value = msgspec.json.decode(text)
-        return msgspec.convert(msgspec.json.decode(value) if isinstance(value, str) else value, list[int])
-    except (msgspec.MsgspecError, UnicodeEncodeError):
-        return None

@@ -10,6 +10,8 @@ MEDIUM_SHARE = 1 / 30
 WHOLE_POOL = 0.5
 # A pool has more rows than any batch has tokens in one step; below this a tensor is an activation or a weight.
 POOL_ROWS = 4096
+# A view of two dimensions could be a weight; none has the width of an MLA row and this many rows.
+FLAT_POOL_ROWS = 65_536
 
 # slow-copy: contiguous copies reach 80 to 90 % of the datasheet's bandwidth (4.25 of 4.8 TB/s measured on an H200), and
 # healthy transposing ones 37 % (a recorded H100). Under a third a copy of this size is not limited by memory.

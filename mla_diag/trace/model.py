@@ -14,6 +14,9 @@ from numpy.typing import NDArray
 
 from mla_diag.trace.columns import Ids, Ints
 
+# Slices of a request's row of the page table tell how long its context is; other ops' scalars are many and of no use.
+SCALARS_OF = frozenset({"aten::slice"})
+
 TableT = TypeVar("TableT", bound="Table")
 
 
@@ -62,12 +65,16 @@ class Spans(Table):
 
 @dataclass(frozen=True)
 class Ops(Table):
-    """CPU ops. The last three columns number `Trace.values`: raw JSON lists as long as the op's arguments."""
+    """CPU ops. The last columns number `Trace.values`: raw JSON lists as long as the op's arguments.
+
+    `scalars` holds the values of arguments that are no tensors, for the ops of `SCALARS_OF` only.
+    """
 
     external_id: Ints
     dims: Ids
     types: Ids
     strides: Ids
+    scalars: Ids
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,7 @@ class OpArgs(Args):
     dims: Raw = field(default=NOTHING, name="Input Dims")
     types: Raw = field(default=NOTHING, name="Input type")
     strides: Raw = field(default=NOTHING, name="Input Strides")
+    scalars: Raw = field(default=NOTHING, name="Concrete Inputs")
 
 
 class LaunchArgs(Args):

@@ -14,7 +14,18 @@ import numpy as np
 from mla_diag.trace import records
 from mla_diag.trace.columns import NO_TIME, Interner, durations, integers, nanoseconds
 from mla_diag.trace.link import parse_source
-from mla_diag.trace.model import Damage, DeviceEvents, DeviceKind, Frames, Launches, Ops, Spans, Table, Trace
+from mla_diag.trace.model import (
+    SCALARS_OF,
+    Damage,
+    DeviceEvents,
+    DeviceKind,
+    Frames,
+    Launches,
+    Ops,
+    Spans,
+    Table,
+    Trace,
+)
 
 TableT = TypeVar("TableT", bound=Table)
 Columns = dict[str, Any]
@@ -121,6 +132,12 @@ class TableBuilder:
             "dims": self._values.ids([bytes(arg.dims) for arg in args]),
             "types": self._values.ids([bytes(arg.types) for arg in args]),
             "strides": self._values.ids([bytes(arg.strides) for arg in args]),
+            "scalars": self._values.ids(
+                [
+                    bytes(arg.scalars) if event.name in SCALARS_OF else b""
+                    for event, arg in zip(events, args, strict=True)
+                ]
+            ),
         }
 
     def _device(self, events: list[Any], kind: type[Any]) -> Columns:
@@ -144,6 +161,6 @@ class TableBuilder:
 
 
 def _empty(table: type[Table]) -> Columns:
-    narrow = dict.fromkeys(("name", "thread", "dims", "types", "strides", "grid", "block"), np.int32)
+    narrow = dict.fromkeys(("name", "thread", "dims", "types", "strides", "scalars", "grid", "block"), np.int32)
     types: dict[str, Any] = {**narrow, "kind": np.int8}
     return {column: np.empty(0, types.get(column, np.int64)) for column in table.__dataclass_fields__}

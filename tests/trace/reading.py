@@ -77,7 +77,7 @@ def _resolved(trace: Trace, name: str, column: Any) -> list[Any]:
         return [trace.names[number] for number in column]
     if name == "thread":
         return [trace.threads[number] for number in column]
-    if name in ("dims", "types", "strides", "grid", "block"):
+    if name in ("dims", "types", "strides", "scalars", "grid", "block"):
         return [repr(json.loads(trace.values[number] or b"null")) for number in column]
     return column.tolist()
 

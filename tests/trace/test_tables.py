@@ -30,7 +30,7 @@ def test_columns_have_the_types_that_the_model_says_even_when_empty(tmp_path):
     for table in ("device_events", "launches", "ops", "spans", "device_spans", "frames"):
         for name, column in vars(getattr(full, table)).items():
             other = getattr(getattr(empty, table), name)
-            narrow = name in ("name", "thread", "dims", "types", "strides", "grid", "block")
+            narrow = name in ("name", "thread", "dims", "types", "strides", "scalars", "grid", "block")
             assert column.dtype == other.dtype == (np.int8 if name == "kind" else np.int32 if narrow else np.int64), (
                 name
             )

@@ -12,11 +12,12 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from mla_diag.diagnose.attention import AttentionCopy, copies_before_attention, is_copy
+from mla_diag.diagnose.attention import AttentionCopy, copies_before_attention
 from mla_diag.diagnose.case import StageCase, cause_of
 from mla_diag.diagnose.cause import infer_pool_copy_cause
+from mla_diag.diagnose.context import rows_needed
 from mla_diag.diagnose.diagnosis import Cause, Finding, Op
-from mla_diag.diagnose.geometry import converts
+from mla_diag.diagnose.geometry import converts, elements
 from mla_diag.diagnose.pool import Pool
 from mla_diag.diagnose.ranking import RankedOp
 from mla_diag.diagnose.thresholds import WHOLE_POOL
@@ -24,7 +25,7 @@ from mla_diag.diagnose.thresholds import WHOLE_POOL
 KIND = "whole-pool-copy"
 
 # Ops that move every element of the tensors they are given.
-_WHOLE = {"copy_", "clone", "contiguous", "_to_copy", "to", "cat", "flip", "roll", "repeat", "index_fill"}
+_WHOLE = {"copy_", "clone", "contiguous", "_to_copy", "to", "flip", "roll", "repeat", "index_fill"}
 # Ops that move the rows that their index names.
 _INDEXED = {"index_select", "embedding", "gather", "take_along_dim"}
 
@@ -81,15 +82,26 @@ def _copied_elements(op: Op, pool: Pool) -> int | None:
     held = [shape for shape in op.shapes if pool.held_by(shape)]
     if not held:
         return None
+    if name == "cat":
+        return sum(map(math.prod, held))
     if name in _WHOLE:
         return max(map(math.prod, held))
-    if name in _INDEXED and len(op.shapes) > 1:
-        table, index = op.shapes[0], op.shapes[1]
-        return math.prod(index) * math.prod(table[1:]) if pool.held_by(table) else None
-    if name == "index" and is_copy(op.kernel):
-        use = op.kernels[0]
-        return math.prod(held[0]) if use.grid and math.prod(use.grid) * 1024 >= pool.rows else None
-    return None
+    return _indexed_elements(op, name, pool, held[0])
+
+
+def _indexed_elements(op: Op, name: str, pool: Pool, table: list[int]) -> int | None:
+    """Elements of the pool that an op's index names, or None if it has none."""
+    row = math.prod(table[1:])
+    if name in _INDEXED and len(op.shapes or []) > 1:
+        return math.prod((op.shapes or [])[1]) * row if pool.held_by((op.shapes or [])[0]) else None
+    if name != "index":
+        return None
+    # The indices of this one are not recorded; it launches a thread for each element, or a block for each row.
+    use = op.kernels[0]
+    handled = elements(use.kernel, use.grid, use.block)
+    if handled is not None:
+        return handled.most
+    return use.grid[0] * row if use.grid and "gather" in use.kernel else None
 
 
 def _by_place(case: StageCase, pool: Pool) -> Iterator[_Copy]:
@@ -105,7 +117,7 @@ def _by_place(case: StageCase, pool: Pool) -> Iterator[_Copy]:
         placed = [large[event] for event in row.events.tolist() if event in large]
         if 2 * len(placed) > len(row.events):
             confidence = pool.confidence if placed[0].elements.may_be(pool.elements) else "low"
-            yield _Copy(row, placed[0].elements.most, True, _infer(case, placed[0]), confidence)
+            yield _Copy(row, placed[0].elements.most, True, cause_of(row.op) or _infer(case, placed[0]), confidence)
 
 
 def _before_attention(case: StageCase) -> dict[int, AttentionCopy]:
@@ -127,6 +139,7 @@ def _finding(case: StageCase, pool: Pool, cause: Cause | None, copies: list[_Cop
     moved = sum((op.bytes_per_launch or 0) * op.launches_per_step for op in known) if len(known) == len(ops) else None
     rate = None if moved is None or not cost else moved / (cost / 1e3)
     first = copies[0]
+    needed = rows_needed(case.trace, _names_of_steps(case))
     dtypes = first.row.op.dtypes
     if dtypes and len(set(dtypes)) == 2:
         change = f"converted from {dtypes[1]} to {dtypes[0]}"
@@ -156,23 +169,33 @@ def _finding(case: StageCase, pool: Pool, cause: Cause | None, copies: list[_Cop
             "bytes_per_second": None if rate is None else round(rate),
             "peak_bytes_per_second": case.gpu.bandwidth,
             "bandwidth_share": None if rate is None or not case.gpu.bandwidth else rate / case.gpu.bandwidth,
+            "rows_needed": needed,
+            "rows_needed_share": None if needed is None else min(needed / pool.rows, 1.0),
             "saves_ms_per_step": cost,
         },
-        detail=_detail(case, first, moved, rate),
+        detail=_detail(case, pool, first, moved, rate, needed),
         cause=cause,
         remedy=_remedy(change),
         confidence=min((copy.confidence for copy in copies), key=("low", "medium", "high").index),
     )
 
 
-def _detail(case: StageCase, first: _Copy, moved: float | None, rate: float | None) -> str:
-    if moved is None or rate is None:
-        return ""
-    least = "at least " if first.row.op.bytes_source == "geometry-least" else ""
-    text = f"{least}{moved / 1e9:.1f} GB a step at {rate / 1e9:,.0f} GB/s"
-    if case.gpu.bandwidth:
-        text += f", {rate / case.gpu.bandwidth:.0%} of what a {case.gpu.name} can move"
-    return text
+def _names_of_steps(case: StageCase) -> list[str]:
+    return [name for name, count in case.report.step_names.items() for _ in range(count)]
+
+
+def _detail(
+    case: StageCase, pool: Pool, first: _Copy, moved: float | None, rate: float | None, needed: int | None
+) -> str:
+    parts = []
+    if moved is not None and rate is not None:
+        least = "at least " if first.row.op.bytes_source == "geometry-least" else ""
+        parts.append(f"{least}{moved / 1e9:.1f} GB a step at {rate / 1e9:,.0f} GB/s")
+        if case.gpu.bandwidth:
+            parts[-1] += f", {rate / case.gpu.bandwidth:.0%} of the bandwidth of this {case.gpu.name}"
+    if needed is not None:
+        parts.append(f"the requests need {needed:,} of the {pool.rows:,} rows at most ({needed / pool.rows:.1%})")
+    return "; ".join(parts)
 
 
 def _remedy(change: str) -> str:

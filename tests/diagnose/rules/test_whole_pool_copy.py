@@ -1,0 +1,331 @@
+"""whole-pool-copy: every way to copy a pool is found, and nothing that only looks like one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mla_diag.diagnose.diagnosis import Finding
+from mla_diag.diagnose.explain import explain
+from mla_diag.diagnose.server_info import ServerInfo, parse_server_info
+from tests.trace_builder import TraceBuilder
+
+KIND = "whole-pool-copy"
+ROWS = 100_001
+LAYERS = 4
+STEPS = 2
+BF16, FP8 = "c10::BFloat16", "c10::Float8_e4m3fn"
+COPY = (
+    "void at::native::unrolled_elementwise_kernel<at::native::direct_copy_kernel_cuda(at::TensorIteratorBase&)"
+    "::{lambda()#3}::operator()() const::{lambda(c10::BFloat16)#1}, std::array<char*, 2ul>, 4, "
+    "at::native::memory::LoadWithCast<1>, at::native::memory::StoreWithCast<1> >(int)"
+)
+ATTENTION = "void flashinfer::mla::hopper::BatchMLAPageAttentionHopperKernel<int>()"
+ELEMENTS_A_BLOCK = 128 * 4
+
+
+def strides(shape: list[int]) -> list[int]:
+    result = [1]
+    for extent in reversed(shape[1:]):
+        result.insert(0, result[0] * extent)
+    return result
+
+
+def tensor_arguments(*tensors: tuple[list[int], str]) -> dict[str, Any]:
+    return {
+        "dims": [shape for shape, _ in tensors],
+        "types": [kind for _, kind in tensors],
+        "strides": [strides(shape) for shape, _ in tensors],
+    }
+
+
+def decode(path: Path, layer: Callable[[TraceBuilder, float], None], name: str = "step[DECODE bs=1]") -> Path:
+    """Two steps of four layers; `layer` adds one layer's work at a time."""
+    builder = TraceBuilder()
+    for step in range(STEPS):
+        at = 10_000 * step
+        builder.span(name, at, 9_000)
+        for number in range(LAYERS):
+            start = at + 10 + 2_000 * number
+            layer(builder, start)
+            builder.dispatch(
+                "aten::mm",
+                start + 1_500,
+                [("gemm", start + 1_510, 50)],
+                **tensor_arguments(([1, 2048], BF16), ([2048, 4096], BF16)),
+            )
+    return builder.write(path)
+
+
+def found(path: Path, **options: Any) -> list[Finding]:
+    return [finding for finding in explain(path, **options).findings if finding.kind == KIND]
+
+
+def one_op(op: str, kernels: int = 1, kernel: str = "copy", **arguments: Any) -> Callable[[TraceBuilder, float], None]:
+    def add(builder: TraceBuilder, start: float) -> None:
+        runs = [(kernel, start + 50 + 100 * part, 90) for part in range(kernels)]
+        builder.dispatch(op, start, runs, **arguments)
+
+    return add
+
+
+POOL_COPIES = {
+    "cast": one_op("aten::copy_", **tensor_arguments(([ROWS, 1, 576], BF16), ([ROWS, 1, 576], FP8))),
+    "contiguous of the same type": one_op(
+        "aten::copy_", **tensor_arguments(([ROWS, 1, 576], BF16), ([ROWS, 1, 576], BF16))
+    ),
+    "clone": one_op("aten::clone", **tensor_arguments(([ROWS, 1, 576], FP8))),
+    "one cast in four kernels": one_op(
+        "aten::copy_", kernels=4, **tensor_arguments(([ROWS, 1, 576], BF16), ([ROWS, 1, 576], FP8))
+    ),
+    "an MHA pool": one_op("aten::copy_", **tensor_arguments(([ROWS, 8, 128], BF16), ([ROWS, 8, 128], FP8))),
+    "index_select of every row": one_op(
+        "aten::index_select", **tensor_arguments(([ROWS, 1, 576], FP8), ([ROWS], "long int"))
+    ),
+    "cat of two pools": one_op(
+        "aten::cat",
+        dims=[[[ROWS, 1, 512], [ROWS, 1, 64]], []],
+        types=["TensorList", "Scalar"],
+        kernel="void at::native::CatArrayBatchedCopy_aligned16_contig<at::native::OpaqueType<2u>, unsigned int, 3>()",
+    ),
+    "a paged pool of vLLM's": one_op(
+        "aten::copy_", **tensor_arguments(([6_250, 16, 1, 576], BF16), ([6_250, 16, 1, 576], FP8))
+    ),
+    "advanced index of every row": one_op(
+        "aten::index",
+        kernel="void at::native::vectorized_gather_kernel<16, long>(char*, char*, long*, int)",
+        **tensor_arguments(([ROWS, 1, 576], FP8)),
+    ),
+}
+
+
+@pytest.mark.parametrize("layer", POOL_COPIES.values(), ids=POOL_COPIES.keys())
+def test_every_way_to_copy_the_pool_is_found(tmp_path: Path, layer: Callable[[TraceBuilder, float], None]):
+    if layer is POOL_COPIES["advanced index of every row"]:
+        original = layer
+
+        def layer(builder: TraceBuilder, start: float) -> None:
+            original(builder, start)
+            builder.events[-1]["args"]["grid"] = [ROWS, 1, 1]
+
+    (finding,) = found(decode(tmp_path / "t.json", layer))
+    assert finding.severity == "high"
+    assert finding.evidence["calls_per_step"] == LAYERS
+    assert finding.cost_ms_per_step == pytest.approx(finding.evidence["launches_per_step"] * 0.090)
+    assert finding.evidence["pool_rows"] in (ROWS, 100_000)
+
+
+def test_evidence_of_a_cast(tmp_path: Path):
+    (finding,) = found(decode(tmp_path / "t.json", POOL_COPIES["cast"]))
+    evidence = finding.evidence
+    assert evidence["shapes"] == [[ROWS, 1, 576], [ROWS, 1, 576]]
+    assert evidence["dtypes"] == ["BFloat16", "Float8_e4m3fn"]
+    assert (evidence["pool_rows"], evidence["pool_width"], evidence["pool_source"]) == (ROWS, 576, "recurrence")
+    assert evidence["bytes_per_launch"] == ROWS * 576 * 3
+    assert evidence["bytes_per_step"] == ROWS * 576 * 3 * LAYERS
+    assert evidence["bytes_per_second"] == pytest.approx(ROWS * 576 * 3 / 90e-6, rel=1e-6)
+    assert evidence["peak_bytes_per_second"] == 4.8e12
+    assert "mla-diag fix --apply" in finding.remedy
+    assert "from Float8_e4m3fn to BFloat16 4 times a step" in finding.title
+
+
+NEAR_MISSES = {
+    "a weight cast of the same bytes": one_op(
+        "aten::copy_", **tensor_arguments(([18_000, 3_200], BF16), ([18_000, 3_200], FP8))
+    ),
+    "the cast of a batch of expert weights": one_op(
+        "aten::copy_", **tensor_arguments(([256, 2_048, 512], BF16), ([256, 2_048, 512], FP8))
+    ),
+    "a transposed weight of the latent's width": one_op(
+        "aten::copy_", **tensor_arguments(([7_168, 576], BF16), ([7_168, 576], BF16))
+    ),
+    "index_put of a row": one_op(
+        "aten::index_put_", dims=[[ROWS, 1, 576], [], [1, 1, 576], []], types=[FP8, "", FP8, "Scalar"]
+    ),
+    "index_select of a few rows": one_op(
+        "aten::index_select", **tensor_arguments(([ROWS, 1, 576], FP8), ([2_000], "long int"))
+    ),
+    "advanced index of a few rows": one_op(
+        "aten::index",
+        kernel="void at::native::vectorized_gather_kernel<16, long>(char*, char*, long*, int)",
+        **tensor_arguments(([ROWS, 1, 576], FP8)),
+    ),
+    "a fill of the pool": one_op("aten::fill_", **tensor_arguments(([ROWS, 1, 576], FP8))),
+    "attention over the pool": one_op(
+        "aiter::mla_decode_fwd", **tensor_arguments(([1, 16, 576], BF16), ([ROWS, 1, 576], FP8), ([1, 16, 512], BF16))
+    ),
+}
+
+
+@pytest.mark.parametrize("layer", NEAR_MISSES.values(), ids=NEAR_MISSES.keys())
+def test_what_only_looks_like_a_pool_copy_is_not_one(tmp_path: Path, layer: Callable[[TraceBuilder, float], None]):
+    assert found(decode(tmp_path / "t.json", layer)) == []
+
+
+@pytest.mark.parametrize("layer", NEAR_MISSES.values(), ids=NEAR_MISSES.keys())
+def test_nor_when_the_server_tells_the_size_of_its_pool(tmp_path: Path, layer: Callable[[TraceBuilder, float], None]):
+    server = parse_server_info({"max_total_num_tokens": ROWS - 1, "page_size": 1, "kv_cache_dtype": "fp8_e4m3"})
+    assert found(decode(tmp_path / "t.json", layer), server=server) == []
+
+
+def test_a_prefill_activation_of_as_many_rows_as_the_pool_is_none(tmp_path: Path):
+    """The rows of an activation are the step's tokens, whatever the pool's size."""
+    layer = one_op("aten::copy_", **tensor_arguments(([16_384, 16, 192], BF16), ([16_384, 16, 192], BF16)))
+    path = decode(tmp_path / "t.json", layer, name="step[EXTEND bs=2 toks=16384]")
+    assert found(path) == []
+    assert found(path, server=parse_server_info({"max_total_num_tokens": 16_384, "page_size": 1})) == []
+
+
+def test_an_activation_that_is_multiplied_with_weights_is_none(tmp_path: Path):
+    def layer(builder: TraceBuilder, start: float) -> None:
+        one_op("aten::copy_", **tensor_arguments(([8_944, 16, 64], BF16), ([8_944, 16, 64], BF16)))(builder, start)
+        builder.dispatch(
+            "aten::mm",
+            start + 300,
+            [("gemm", start + 310, 9)],
+            **tensor_arguments(([8_944, 64], BF16), ([64, 64], BF16)),
+        )
+
+    assert found(decode(tmp_path / "t.json", layer, name="ProfilerStep#3")) == []
+
+
+def test_a_memset_of_the_pool_at_start_up_is_none(tmp_path: Path):
+    builder = TraceBuilder()
+    call = builder.launch(-1000, name="cudaMemsetAsync")
+    builder.memset(-900, 300, call, size=ROWS * 576)
+    builder.span("step[DECODE bs=1]", 0, 1000)
+    builder.dispatch("aten::mm", 10, [("gemm", 20, 60)], **tensor_arguments(([1, 64], BF16), ([64, 64], BF16)))
+    assert found(builder.write(tmp_path / "t.json")) == []
+
+
+# Under CUDA graphs: no shapes, only kernels, their launches and their order.
+
+
+def blocks(elements: int) -> tuple[int, int, int]:
+    return (-(-elements // ELEMENTS_A_BLOCK), 1, 1)
+
+
+def replayed(path: Path, copies: list[int], bs: int = 1, *, attention: bool = True, steps: int = STEPS) -> Path:
+    """Steps that replay a graph of 20 layers: the copies of so many elements, then attention, then fillers."""
+    builder = TraceBuilder()
+    for step in range(steps):
+        at = 20_000 * step
+        builder.span(f"step[DECODE bs={bs}]", at, 9_000)
+        kernels, clock = [], at + 100
+        for _ in range(20):
+            for elements in copies:
+                kernels.append((COPY, clock, 80, blocks(elements)))
+                clock += 81
+            kernels.append((ATTENTION if attention else "nvjet_gemm", clock, 20, (1, 132, 1)))
+            clock += 21
+            for number in range(4):
+                kernels.append((f"nvjet_{number}", clock, 5, (32, 1, 1)))
+                clock += 6
+        builder.replay(at + 10, kernels)
+    return builder.write(path)
+
+
+def test_under_graphs_the_copy_before_each_attention_is_the_pool(tmp_path: Path):
+    (finding,) = found(replayed(tmp_path / "t.json", [ROWS * 576]))
+    assert finding.evidence["pool_rows"] == ROWS
+    assert finding.evidence["elements_source"] == "geometry"
+    assert 0 <= finding.evidence["elements_per_call"] - ROWS * 576 < ELEMENTS_A_BLOCK
+    assert finding.cost_ms_per_step == pytest.approx(20 * 0.080)
+    assert finding.confidence == "medium"
+    assert finding.cause is not None
+    assert finding.cause.inferred
+    assert (finding.cause.file, finding.cause.function) == (
+        "sglang/srt/layers/attention/flashinfer_mla_backend.py",
+        "forward_decode",
+    )
+
+
+def test_under_graphs_the_server_confirms_the_pool(tmp_path: Path):
+    server = parse_server_info({"max_total_num_tokens": ROWS - 1, "page_size": 1, "attention_backend": "fa3"})
+    (finding,) = found(replayed(tmp_path / "t.json", [ROWS * 576]), server=server)
+    assert finding.evidence["pool_source"] == "server-info"
+    assert finding.evidence["pool_rows"] == ROWS
+
+
+def test_under_graphs_a_pool_of_over_2_gib_is_copied_in_several_kernels(tmp_path: Path):
+    """TensorIterator splits what 32-bit offsets cannot reach: seen as four kernels a layer with SGLang 0.5.9."""
+    rows = 4_000_000
+    (finding,) = found(replayed(tmp_path / "t.json", [rows * 576 // 4] * 4))
+    assert finding.evidence["pool_rows"] == rows
+    assert finding.cost_ms_per_step == pytest.approx(20 * 4 * 0.080)
+
+
+@pytest.mark.parametrize(
+    ("copies", "bs", "attention"),
+    [
+        pytest.param([128 * 576 * 256], 256, True, id="the cast of the queries of a large batch"),
+        pytest.param([16 * 576], 1, True, id="the cast of one query"),
+        pytest.param([ROWS * 576], 1, False, id="a weight cast, before a matrix product"),
+    ],
+)
+def test_under_graphs_what_follows_the_batch_or_precedes_no_attention_is_none(
+    tmp_path: Path, copies: list[int], bs: int, attention: bool
+):
+    assert found(replayed(tmp_path / "t.json", copies, bs, attention=attention)) == []
+
+
+# The recordings.
+
+
+def facts(finding: Finding) -> tuple[Any, ...]:
+    cause = finding.cause
+    assert cause is not None
+    return finding.evidence["calls_per_step"], cause.file.rpartition("/")[2], cause.function, cause.inferred
+
+
+@pytest.mark.parametrize(
+    ("recording", "cost", "file", "function", "inferred"),
+    [
+        ("base-eager-decode", 67.66, "flashinfer_mla_backend.py", "forward_decode", True),
+        ("base-eager-decode-stack", 67.65, "flashinfer_mla_backend.py", "forward_decode", False),
+        ("base-prefix-extend-stack", 66.32, "flashinfer_mla_backend.py", "forward_extend", False),
+        ("base-graph-decode", 66.45, "flashinfer_mla_backend.py", "forward_decode", True),
+        ("fa3-graph-decode", 66.22, "flashattention_backend.py", "forward_decode", True),
+    ],
+)
+def test_recordings_with_the_defect(
+    recordings: Path, recording: str, cost: float, file: str, function: str, inferred: bool
+):
+    (finding,) = found(recordings / f"{recording}.trace.json.gz")
+    assert facts(finding) == (78, file, function, inferred)
+    assert finding.cost_ms_per_step == pytest.approx(cost, abs=0.01)
+    assert finding.evidence["bytes_per_step"] == pytest.approx(66.79e9, rel=1e-3)
+    assert finding.evidence["pool_rows"] == 495_553
+    assert finding.evidence["bandwidth_share"] == pytest.approx(0.21, abs=0.01)
+
+
+@pytest.mark.parametrize("recording", ["native-graph-decode", "bf16kv-graph-decode", "base-eager-extend-stack"])
+def test_recordings_without_it(recordings: Path, recording: str):
+    path = recordings / f"{recording}.trace.json.gz"
+    server = ServerInfo("0.5.17", 495_552, 1, "fp8_e4m3", "flashinfer", None, None, True)
+    assert found(path) == []
+    assert found(path, server=server) == []
+
+
+def test_no_public_trace_has_it(shared_traces: Path):
+    for path in sorted((shared_traces / "public").glob("*.json.gz")):
+        if path.name not in ("hta-cpu-only.json.gz", "hta-rank-not-found.json.gz"):
+            assert found(path) == [], path.name
+
+
+@pytest.mark.parametrize("server", [False, True])
+def test_a_mapping_gives_a_replay_its_line(recordings: Path, server: bool):
+    info = ServerInfo("0.5.17", 495_552, 1, "fp8_e4m3", "flashinfer", None, None, True) if server else None
+    (finding,) = found(
+        recordings / "base-graph-decode.trace.json.gz",
+        mapping=recordings / "base-eager-decode-stack.trace.json.gz",
+        server=info,
+    )
+    assert facts(finding) == (78, "flashinfer_mla_backend.py", "forward_decode", False)
+    assert finding.cause is not None
+    assert finding.cause.line == 616
+    assert finding.evidence["dtypes"] == ["BFloat16", "Float8_e4m3fn"]
+    assert finding.confidence == "high"
