@@ -28,7 +28,7 @@ KIND = "host-sync"
 _NANOS_PER_MS = 1e6
 _WAITS = re.compile(
     r"^(?:cuda|hip)(?:Stream|Device|Event)Synchronize|^cu(?:Stream|Ctx|Event)Synchronize"
-    r"|^(?:cuda|hip)Memcpy(?:2D|3D|WithStream|DtoH|HtoD|DtoD)?(?:_ptsz|_v2)?$|^cuMemcpy\w*(?<!Async)(?:_v2)?$"
+    r"|^(?:cuda|hip|cu)Memcpy(?!\w*(?:Async|Batch))"
 )
 # Asynchronous only by name: pageable memory is staged, and the call returns when that is done.
 _ASYNC_COPY = re.compile(r"^(?:cuda|hip)MemcpyAsync|^cuMemcpy\w*Async")
