@@ -7,7 +7,9 @@ is its place: once a layer, right before the attention that reads it, and as lar
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 
@@ -46,12 +48,14 @@ class AttentionCopy:
     elements: Elements
 
 
+@lru_cache(maxsize=65536)
 def is_attention(kernel: str) -> bool:
     """Whether a kernel computes attention, by its name."""
     name = short_kernel_name(kernel)
     return bool(_ATTENTION.search(name)) and not _NOT_ATTENTION.search(name)
 
 
+@lru_cache(maxsize=65536)
 def is_copy(kernel: str) -> bool:
     """Whether a kernel only moves or converts what it reads, by its name."""
     return bool(_COPY.search(short_kernel_name(kernel)))
@@ -71,8 +75,9 @@ def copies_before_attention(trace: Trace, events: Ints) -> list[AttentionCopy]:
         ordered = on_stream[np.argsort(table.start[on_stream], kind="stable")]
         names = table.name[ordered]
         kernels = table.kind[ordered] == DeviceKind.KERNEL
+        is_copied = (copy[names] & kernels).tolist()
         for place in np.flatnonzero(attention[names] & kernels).tolist():
-            rows = _run_before(place, copy[names] & kernels)
+            rows = _run_before(place, is_copied)
             sizes = [_handled(trace, row) for row in ordered[rows].tolist()]
             known = [size for size in sizes if size is not None]
             if known and len(known) == len(sizes):
@@ -87,7 +92,7 @@ def _handled(trace: Trace, event: int) -> Elements | None:
     return elements(trace.names[table.name[event]], grid, block)
 
 
-def _run_before(place: int, copy: np.ndarray[tuple[int], np.dtype[np.bool_]]) -> list[int]:
+def _run_before(place: int, copy: Sequence[bool]) -> list[int]:
     """The unbroken run of copies that ends at most a few kernels before a place."""
     last = next((at for at in range(place - 1, max(place - 2 - _KERNELS_BETWEEN, -1), -1) if copy[at]), None)
     if last is None:

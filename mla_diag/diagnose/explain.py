@@ -62,15 +62,21 @@ def explain(
     unreadable: list[str] = []
     for path in find_traces([paths] if isinstance(paths, (str, Path)) else paths):
         try:
-            report = None if progress is None else _for_file(progress, path)
-            for trace in read_trace(path, frames=sources, progress=report).by_rank():
-                if rank is None or trace.rank == rank:
-                    found = explain_trace(trace, len(traces), known)
-                    traces.append(found.summary)
-                    stages += [entry for entry in found.stages if wanted in (None, entry.stage)]
-                    findings += [entry for entry in found.findings if wanted in (None, entry.stage)]
+            read = read_trace(path, frames=sources, progress=None if progress is None else _for_file(progress, path))
         except UnreadableInputError as error:
             unreadable.append(str(error))
+            continue
+        for trace in read.by_rank():
+            if rank not in (None, trace.rank):
+                continue
+            try:
+                found = explain_trace(trace, len(traces), known)
+            except UnreadableInputError as error:
+                unreadable.append(str(error))
+                continue
+            traces.append(found.summary)
+            stages += [entry for entry in found.stages if wanted in (None, entry.stage)]
+            findings += [entry for entry in found.findings if wanted in (None, entry.stage)]
     if not traces:
         if unreadable:
             raise UnreadableInputError("\n".join(unreadable))

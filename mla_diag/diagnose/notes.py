@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from mla_diag.diagnose.mapping import Mapping
 from mla_diag.diagnose.step_spans import StepSource
 from mla_diag.diagnose.steps import Steps
 from mla_diag.trace.columns import MISSING
@@ -15,9 +16,14 @@ from mla_diag.trace.model import Damage, Trace
 _SOME = 0.01  # below this share of a trace's device events a gap changes no figure that is printed
 
 
-def notes(trace: Trace, links: Links, steps: Steps) -> list[str]:
+def notes(trace: Trace, links: Links, steps: Steps, mapping: Mapping | None = None) -> list[str]:
     """Everything to know before trusting the figures of one rank's trace, the worst first."""
-    return [*_damage(trace.damage), *_missing_device(trace, links), *_steps(steps), *_missing_detail(trace, links)]
+    return [
+        *_damage(trace.damage),
+        *_missing_device(trace, links),
+        *_steps(steps),
+        *_missing_detail(trace, links, mapping),
+    ]
 
 
 def _damage(damage: Damage) -> Iterator[str]:
@@ -65,9 +71,13 @@ def _steps(steps: Steps) -> Iterator[str]:
         yield f"{_count(incomplete, 'step')} {verb} incomplete in this trace and left out of every figure"
 
 
-def _missing_detail(trace: Trace, links: Links) -> Iterator[str]:
+def _missing_detail(trace: Trace, links: Links, mapping: Mapping | None) -> Iterator[str]:
     events = len(trace.device_events)
     replayed = int(links.graph.sum())
+    if replayed and mapping is not None:
+        named = int((mapping.op != MISSING).sum())
+        yield f"--mapping names {named:,} of the {replayed:,} device events that were replayed from CUDA graphs"
+        return
     if replayed > _SOME * events:
         yield (
             f"{replayed:,} of {events:,} device events were replayed from CUDA graphs, which record no op, "

@@ -62,8 +62,9 @@ def explain_trace(trace: Trace, index: int = 0, known: Known | None = None) -> T
     known = known or Known()
     events = trace.device_events
     if not len(events) and not trace.damage.truncated:
+        part = "" if trace.label is None else f" that is of {trace.label}"
         raise UnreadableInputError(
-            f"{trace.path}: no device work among its {trace.event_count:,} events, only the host's; "
+            f"{trace.path}: no device work among its {trace.event_count:,} events{part}, only the host's; "
             "profile with GPU activities, and with no other profiler attached to the GPU"
         )
     links = link(trace)
@@ -75,6 +76,9 @@ def explain_trace(trace: Trace, index: int = 0, known: Known | None = None) -> T
     def milliseconds(mask: np.ndarray[tuple[int], np.dtype[np.bool_]]) -> float:
         return float(events.duration[mask].sum()) / _NANOS_PER_MS
 
+    mapping = None
+    if known.reference is not None:
+        mapping = map_kernels(trace, links, steps.inside, steps.spans.stages, known.reference)
     summary = TraceReport(
         path=str(trace.path),
         rank=trace.rank,
@@ -85,11 +89,8 @@ def explain_trace(trace: Trace, index: int = 0, known: Known | None = None) -> T
         before_first_step_ms=milliseconds((placed == MISSING) & launched),
         left_out_ms=milliseconds(left_out),
         unattributed_ms=milliseconds((placed == MISSING) & ~launched),
-        notes=notes(trace, links, steps),
+        notes=notes(trace, links, steps, mapping),
     )
-    mapping = None
-    if known.reference is not None:
-        mapping = map_kernels(trace, links, steps.inside, steps.spans.stages, known.reference)
     ranked = {stage: _ranked(trace, links, steps, stage, mapping) for stage in Stage if len(steps.of(stage))}
     gpu, pool = gpu_of(trace), _pool(trace, steps, ranked, known.server)
     reports, findings = [], []

@@ -1,4 +1,8 @@
-"""The diagnosis for a person at a terminal: one line an op where it is wide or piped, a few where it is narrow."""
+"""The diagnosis for a person at a terminal.
+
+Traces of several ranks of one run are one report: how the ranks differ, what is wrong on which, the ops of the slowest.
+Traces that are not ranks of one run are reported one after the other.
+"""
 
 from __future__ import annotations
 
@@ -8,22 +12,16 @@ from collections.abc import Iterator, Sequence
 from rich.console import Console
 from rich.text import Text
 
-from mla_diag.diagnose.diagnosis import Cause, Diagnosis, Finding, Op, StageReport, TraceReport
-from mla_diag.diagnose.kernel_names import short_kernel_name
+from mla_diag.diagnose.diagnosis import Cause, Diagnosis, Finding, StageReport, TraceReport
+from mla_diag.report.ops_table import ops_table
+from mla_diag.report.units import milliseconds
 
-WIDE = 120
-_FIGURES = "{:>9} {:>6} {:>8}  "
-_INDENT = len(_FIGURES.format("", "", ""))
-_GAP = 2
-# On a wide terminal the three text columns share what the figures leave; what an op is needs the most.
-_COLUMN_SHARES = (0.38, 0.30, 0.32)
-_STRIPPED_DIRECTORIES = ("sglang/srt/layers/", "sglang/srt/", "sglang/")
 _SEVERITY_STYLES = {"high": "bold red", "medium": "bold yellow", "low": "bold"}
-_HEADINGS = ("op and kernel", "shapes and types", "launched from")
+_RANKS = "{:>6} {:>6} {:>12} {:>12} {:>12}"
 
 
 def print_report(diagnosis: Diagnosis, console: Console, top: int) -> None:
-    """Print every trace with its stages.
+    """Print a diagnosis.
 
     Args:
         diagnosis: What to print.
@@ -31,24 +29,72 @@ def print_report(diagnosis: Diagnosis, console: Console, top: int) -> None:
             reads it then is another tool.
         top: Ops a stage.
     """
+    lines = _run(diagnosis, console, top) if _is_one_run(diagnosis) else _one_by_one(diagnosis, console, top)
+    for line in lines:
+        line.rstrip()
+        console.print(line, soft_wrap=not console.is_terminal)
+
+
+def _is_one_run(diagnosis: Diagnosis) -> bool:
+    """Whether the traces are ranks of one run: no stage has two of the same rank, or of an unknown one."""
+    seen = [(stage.stage, stage.rank) for stage in diagnosis.stages]
+    several = len(diagnosis.traces) > 1
+    return several and len(set(seen)) == len(seen) and all(rank is not None for _, rank in seen)
+
+
+def _one_by_one(diagnosis: Diagnosis, console: Console, top: int) -> Iterator[Text]:
     for index, trace in enumerate(diagnosis.traces):
         findings = [finding for finding in diagnosis.findings if finding.trace == index]
-        lines = list(_trace_header(trace))
+        if index:
+            yield Text()
+        yield from _trace_header(trace)
         for finding in findings:
             if finding.stage is None:
-                lines += [Text(), *_finding(finding, console)]
+                yield Text()
+                yield from _finding(finding, console)
         for stage in diagnosis.stages:
             if stage.trace == index:
-                lines += [Text(), *_stage_header(stage)]
+                yield from (Text(), *_stage_header(stage))
                 for finding in findings:
                     if finding.stage is stage.stage:
-                        lines += [Text(), *_finding(finding, console)]
-                lines += [Text(), *_ranking(stage, top, console)]
-        if index:
-            lines.insert(0, Text())
-        for line in lines:
-            line.rstrip()
-            console.print(line, soft_wrap=not console.is_terminal)
+                        yield from (Text(), *_finding(finding, console))
+                yield from (Text(), *ops_table(stage, top, console))
+
+
+def _run(diagnosis: Diagnosis, console: Console, top: int) -> Iterator[Text]:
+    """All ranks of a run, stage by stage; a finding that several ranks have is printed once, with them."""
+    for trace in diagnosis.traces:
+        yield from _trace_header(trace)
+    for finding, ranks in _merged([finding for finding in diagnosis.findings if finding.stage is None]):
+        yield from (Text(), *_finding(finding, console, ranks))
+    for kind in dict.fromkeys(stage.stage for stage in diagnosis.stages):
+        stages = [stage for stage in diagnosis.stages if stage.stage is kind]
+        slowest = max(stages, key=lambda stage: stage.device_ms_per_step)
+        yield from (Text(), *_stage_header(slowest))
+        if len(stages) > 1:
+            yield Text(f"above and below: rank {slowest.rank}, the slowest; --rank shows another", "dim")
+            yield from (Text(), *_ranks(stages))
+        for finding, ranks in _merged([finding for finding in diagnosis.findings if finding.stage is kind]):
+            yield from (Text(), *_finding(finding, console, ranks if len(stages) > 1 else ()))
+        yield from (Text(), *ops_table(slowest, top, console))
+
+
+def _ranks(stages: Sequence[StageReport]) -> Iterator[Text]:
+    """How the ranks of a stage differ."""
+    yield Text(_RANKS.format("rank", "steps", "device ms", "busy ms", "wall ms"), "dim")
+    for stage in sorted(stages, key=lambda stage: stage.rank or 0):
+        figures = (stage.device_ms_per_step, stage.busy_ms_per_step, stage.wall_ms_per_step)
+        yield Text(_RANKS.format(stage.rank, stage.steps, *map(milliseconds, figures)))
+
+
+def _merged(findings: Sequence[Finding]) -> Iterator[tuple[Finding, Sequence[int | None]]]:
+    """Findings of one kind and cause are one: the costliest, with the ranks that have it."""
+    alike: dict[tuple[str, Cause | None], list[Finding]] = {}
+    for finding in findings:
+        alike.setdefault((finding.kind, finding.cause), []).append(finding)
+    for group in alike.values():
+        worst = max(group, key=lambda finding: finding.cost_ms_per_step or 0.0)
+        yield worst, sorted({finding.rank for finding in group}, key=lambda rank: rank or 0)
 
 
 def _trace_header(trace: TraceReport) -> Iterator[Text]:
@@ -84,9 +130,11 @@ def _stage_header(stage: StageReport) -> Iterator[Text]:
     yield Text(f"between steps: {milliseconds(stage.between_steps_ms_per_step)} ms of device time a step", "dim")
 
 
-def _finding(finding: Finding, console: Console) -> Iterator[Text]:
+def _finding(finding: Finding, console: Console, ranks: Sequence[int | None] = ()) -> Iterator[Text]:
     """What is wrong, what it rests on, where it comes from, what to do."""
     cost = "" if finding.share is None else f" ({finding.share:.1%})"
+    if ranks:
+        cost += f" on rank{'' if len(ranks) == 1 else 's'} {', '.join(map(str, ranks))}"
     label = f"{finding.severity.upper()} {finding.kind}"
     yield Text.assemble((label, _SEVERITY_STYLES[finding.severity]), f"{cost}: ", (finding.title, "bold"))
     cause = finding.cause
@@ -111,119 +159,3 @@ def _hanging(label: str, text: str, console: Console) -> Iterator[Text]:
     room = console.width - len(label) if console.is_terminal else len(text) + 1
     for number, line in enumerate(textwrap.wrap(text, max(room, 20), break_long_words=False, break_on_hyphens=False)):
         yield Text.assemble((label if number == 0 else " " * len(label), "dim"), line)
-
-
-def _ranking(stage: StageReport, top: int, console: Console) -> Iterator[Text]:
-    shown, rest = stage.ops[:top], stage.ops[top:]
-    cells = [(_what(op), _inputs(op), _where(op)) for op in shown]
-    wide = not console.is_terminal or console.width >= WIDE
-    if wide:
-        widths = _column_widths(cells, console.width - _INDENT if console.is_terminal else None)
-        yield Text(_FIGURES.format("ms/step", "share", "launches") + _columns(_HEADINGS, widths), "dim")
-        for op, row in zip(shown, cells, strict=True):
-            yield Text(_figures(op) + _columns(row, widths), _emphasis(op))
-    else:
-        yield Text(_FIGURES.format("ms/step", "share", "launches") + ", ".join(_HEADINGS), "dim")
-        for op, (what, *details) in zip(shown, cells, strict=True):
-            room = console.width - _INDENT
-            yield Text(_figures(op) + _cut(what, room), _emphasis(op))
-            inputs, where = details
-            for detail in filter(None, (_cut(inputs, room), _cut_head(where, room))):
-                yield Text(" " * _INDENT + detail, "dim")
-    if rest:
-        spent, share = sum(op.ms_per_step for op in rest), sum(op.share for op in rest)
-        launches = sum(op.launches_per_step for op in rest)
-        figures = _FIGURES.format(milliseconds(spent), f"{share:.1%}", f"{launches:,.6g}")
-        yield Text(f"{figures}in {len(rest)} more ops: --top {len(stage.ops)} shows them", "dim")
-
-
-def _column_widths(cells: Sequence[Sequence[str]], room: int | None) -> list[int]:
-    """As wide as the widest cell; where there is too little room, columns that want more than their part share it."""
-    wanted = [max(map(len, column)) for column in zip(_HEADINGS, *cells, strict=True)]
-    if room is None or sum(wanted) + 2 * _GAP <= room:
-        return wanted
-    room -= 2 * _GAP
-    part = [int(room * share) for share in _COLUMN_SHARES]
-    modest = [min(want, have) for want, have in zip(wanted, part, strict=True)]
-    spare = room - sum(modest)
-    for column, want in enumerate(wanted):
-        more = min(spare, want - modest[column])
-        modest[column] += more
-        spare -= more
-    return modest
-
-
-def _columns(row: Sequence[str], widths: Sequence[int]) -> str:
-    what, inputs, where = (
-        cut(cell, width).ljust(width) for cut, cell, width in zip((_cut, _cut, _cut_head), row, widths, strict=True)
-    )
-    return (" " * _GAP).join((what, inputs, where))
-
-
-def _cut(text: str, width: int) -> str:
-    return text if len(text) <= width else text[: max(width - 1, 0)] + "…"
-
-
-def _cut_head(text: str, width: int) -> str:
-    """Of a path with a function the end tells more."""
-    return text if len(text) <= width else "…" + text[len(text) - max(width - 1, 0) :]
-
-
-def _figures(op: Op) -> str:
-    return _FIGURES.format(milliseconds(op.ms_per_step), f"{op.share:.1%}", f"{op.launches_per_step:,.6g}")
-
-
-def _emphasis(op: Op) -> str:
-    return "bold red" if op.share >= 0.5 else "bold" if op.share >= 0.1 else ""
-
-
-def _what(op: Op) -> str:
-    kernel = short_kernel_name(op.kernel) + (f" +{len(op.kernels) - 1}" if len(op.kernels) > 1 else "")
-    return f"{op.op or f'({op.launched_by})'}  {kernel}"
-
-
-def _inputs(op: Op) -> str:
-    """Shapes and types, or where no op has recorded them, the launch geometry that stands for them."""
-    moved = "" if op.bytes_per_launch is None else f"{size(op.bytes_per_launch)} "
-    if not op.shapes or not op.dtypes:
-        use = op.kernels[0]
-        geometry = f"grid {_extents(use.grid)} block {_extents(use.block)}" if use.grid and use.block else ""
-        return moved + geometry
-    if len(set(op.dtypes)) == 1:
-        kinds = op.dtypes[0] or "?"
-    else:
-        kinds = (" from " if op.op == "aten::copy_" else " ").join(kind or "?" for kind in op.dtypes[:4])
-    shapes = [f"[{','.join(map(str, shape))}]" for shape in op.shapes]
-    if len(set(shapes)) == 1:
-        shapes = shapes[:1]
-    return f"{moved}{' '.join(shapes[:4])}{' …' if len(shapes) > 4 else ''} {kinds}"
-
-
-def _where(op: Op) -> str:
-    if op.source is None:
-        return ""
-    path = op.source.file
-    for directory in _STRIPPED_DIRECTORIES:
-        if path.startswith(directory):
-            path = path.removeprefix(directory)
-            break
-    return f"{path}:{op.source.line} {op.source.function}"
-
-
-def _extents(extents: list[int]) -> str:
-    """A grid or block without the dimensions of one that it ends with."""
-    used = max((place for place, extent in enumerate(extents, 1) if extent != 1), default=1)
-    return "x".join(map(str, extents[:used]))
-
-
-def milliseconds(value: float) -> str:
-    """Four or more significant digits, so that figures of one column can be compared."""
-    return f"{value:,.2f}" if value >= 10 else f"{value:.3f}"
-
-
-def size(count: int) -> str:
-    """Bytes in decimal units, as bandwidths are given."""
-    for unit, scale in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
-        if count >= scale:
-            return f"{count / scale:,.4g} {unit}"
-    return f"{count} B"

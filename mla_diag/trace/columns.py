@@ -48,7 +48,7 @@ def nanoseconds(texts: Sequence[msgspec.Raw]) -> Ints:
 
     A double holds microseconds since the epoch to a quarter of one; so those are read from their digits.
     """
-    joined = b",".join(texts)
+    joined = b",".join(texts) or b"null"  # a lone missing time must not read as none at all
     try:
         if b"." not in joined and b"e" not in joined:
             whole = np.array(msgspec.json.decode(b"[" + joined + b"]", type=list[int]), np.int64)

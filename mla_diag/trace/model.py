@@ -183,16 +183,16 @@ class Trace:
         return next((entry for entry in known if entry.get("id") == main), known[0] if known else None)
 
     def by_rank(self) -> list[Trace]:
-        """The trace of each rank: itself, or the parts of a merged trace.
+        """The trace of each rank: itself, or the parts of a merged trace, the one without a label last.
 
         SGLang merges traces by writing the rank before every process id, as in `[TP00-DP01] 538`, and keeps
         correlations and ids as they were, so that they repeat from rank to rank (sglang/srt/utils/profile_merger.py).
         """
         labels = [_label(pid) for pid, _ in self.threads]
-        distinct = sorted({label for label in labels if label is not None})
-        if not distinct:
+        distinct: list[str | None] = [*sorted({label for label in labels if label is not None}), None]
+        if len(distinct) == 1:
             return [self]
-        of_thread = np.array([distinct.index(label) if label is not None else -1 for label in labels])
+        of_thread = np.array([distinct.index(label) for label in labels])
         parts = []
         for number, label in enumerate(distinct):
             tables: dict[str, Any] = {
@@ -200,8 +200,20 @@ class Trace:
                 for field in dataclasses.fields(self)
                 if isinstance(table := getattr(self, field.name), Table)
             }
-            parts.append(dataclasses.replace(self, label=label, **tables))
+            # Without a label there are marks of viewers, as a rule; device work is not to be lost, whoever wrote it.
+            if label is not None or len(tables["device_events"]):
+                parts.append(dataclasses.replace(self, label=label, **tables))
         return parts
+
+    def to_hta(self) -> Any:
+        """This trace, all ranks of it, as a `TraceAnalysis` of Holistic Trace Analysis (extra `hta`); see `to_hta`.
+
+        Raises:
+            UsageError: Holistic Trace Analysis is not installed.
+        """
+        from mla_diag.trace.hta import to_hta  # noqa: PLC0415 - it imports this module, and pandas
+
+        return to_hta([self])
 
 
 def _label(pid: Any) -> str | None:

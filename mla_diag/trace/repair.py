@@ -16,7 +16,8 @@ _BARE_WORD = re.compile(r"(?<=[:\[,])(\s*)(?:N/A|n/a|nan|inf|-inf|-nan|None|unde
 _NAME = re.compile(r'("name"\s*:\s*")(.*?)("\s*,\s*"(?:ph|cat|pid|tid|ts|dur|args|s|id|bp)"\s*:)', re.DOTALL)
 _LOOSE_QUOTE = re.compile(r'(?<!\\)((?:\\\\)*)"')
 _LONE_SURROGATE = re.compile(r"(?i)\\ud[89ab][0-9a-f]{2}(?!\\ud[c-f])|(?<!\\ud[89ab][0-9a-f]{2})\\ud[c-f][0-9a-f]{2}")
-_MEMBERS = rb"ph|name|cat|pid|tid|ts|tts|dur|tdur|args|id|bp|s|cname"
+# What events begin with. Not "id", although events have it: the devices listed in the metadata begin with that.
+_MEMBERS = rb"ph|name|cat|pid|tid|ts|tts|dur|tdur|args|bp|s|cname"
 _json = json.JSONDecoder(strict=False, parse_constant=lambda word: None)
 
 

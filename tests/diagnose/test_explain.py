@@ -90,6 +90,19 @@ def test_a_merged_trace_is_explained_rank_by_rank(tmp_path: Path):
     assert [stage.ops[0].op for stage in diagnosis.stages] == ["aten::mm", "aten::mm"]
 
 
+def test_a_rank_of_a_merged_trace_without_device_work_costs_that_rank_only(tmp_path: Path):
+    builder = TraceBuilder(rank=None)
+    for rank in (0, 1):
+        host = (f"[TP0{rank}] 538", 538)
+        builder.span("step[DECODE bs=1]", 0, 100, thread=host, id=1)
+        builder.op("aten::mm", 10, 20, thread=host, id=2)
+    builder.launch(12, thread=("[TP01] 538", 538), correlation=3, id=2)
+    builder.complete("kernel", "gemm", 20, 50, ("[TP01] 0", 7), {"device": 0, "stream": 7, "correlation": 3})
+    diagnosis = mla_diag.explain(builder.write(tmp_path / "merged.json"))
+    assert [trace.label for trace in diagnosis.traces] == ["TP01"]
+    assert ["TP00" in line for line in diagnosis.unreadable] == [True]
+
+
 def test_the_library_gives_data_frames(recordings: Path):
     diagnosis = mla_diag.explain(recordings / "base-eager-decode-stack.trace.json.gz")
     ops, steps = diagnosis.ops, diagnosis.steps

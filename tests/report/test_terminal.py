@@ -6,11 +6,13 @@ import io
 from pathlib import Path
 
 import pytest
+from msgspec import structs
 from rich.console import Console
 
 import mla_diag
 from mla_diag.diagnose.diagnosis import Diagnosis
 from mla_diag.report.terminal import print_report
+from tests.trace_builder import TraceBuilder
 
 
 @pytest.fixture(scope="module")
@@ -57,3 +59,39 @@ def test_what_is_not_shown_is_summed(diagnosis: Diagnosis):
 def test_notes_are_printed(recordings: Path):
     given = mla_diag.explain(recordings / "base-graph-decode.trace.json.gz")
     assert any(line.startswith("note: 7,045 of 7,144 device events were replayed") for line in printed(given, None))
+
+
+def run_of_ranks(path: Path, durations: list[float], *, known: bool = True) -> Diagnosis:
+    for rank, duration in enumerate(durations):
+        builder = TraceBuilder(rank=rank if known else None)
+        for step in range(2):
+            at = 1_000 * step
+            builder.span("step[DECODE bs=1]", at, 900)
+            builder.dispatch("aten::mm", at + 10, [("gemm", at + 20, duration)])
+        builder.write(path / f"17-{rank}.trace.json.gz")
+    return mla_diag.explain(path)
+
+
+def test_ranks_of_a_run_are_compared_and_the_slowest_shown(tmp_path: Path):
+    lines = printed(run_of_ranks(tmp_path, [300, 500, 400]), None)
+    table = [line.split() for line in lines]
+    assert ["0", "2", "0.300", "0.300", "1.000"] in table
+    assert ["1", "2", "0.500", "0.500", "1.000"] in table
+    assert sum("aten::mm" in line for line in lines) == 1
+    assert any(line.startswith("above and below: rank 1, the slowest") for line in lines)
+
+
+def test_traces_of_unknown_ranks_are_reported_one_by_one(tmp_path: Path):
+    lines = printed(run_of_ranks(tmp_path, [300, 500], known=False), None)
+    assert sum("aten::mm" in line for line in lines) == 2
+    assert not any("slowest" in line for line in lines)
+
+
+def test_a_finding_of_several_ranks_is_printed_once_with_them(recordings: Path):
+    (finding,) = mla_diag.explain(recordings / "base-graph-decode.trace.json.gz").findings
+    given = mla_diag.explain(recordings / "base-graph-decode.trace.json.gz")
+    ranks = [structs.replace(given.stages[0], rank=rank, trace=rank) for rank in range(3)]
+    findings = [structs.replace(finding, rank=rank, trace=rank) for rank in (0, 2)]
+    run = Diagnosis(traces=given.traces * 3, stages=ranks, findings=findings)
+    (line,) = [line for line in printed(run, None) if "whole-pool-copy" in line]
+    assert "on ranks 0, 2" in line

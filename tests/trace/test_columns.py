@@ -73,6 +73,12 @@ def test_what_is_no_time_spoils_no_other(odd, others):
     assert read(others[0], odd, others[1]) == [exact(others[0]), NO_TIME, exact(others[1])]
 
 
+@pytest.mark.parametrize("odd", ["", "null", "{}", "NaN", str(2**63)])
+def test_a_lone_time_that_is_none_is_one_row(odd):
+    assert read(odd) == [NO_TIME]
+    assert read(odd, odd) == [NO_TIME] * 2
+
+
 def test_times_may_be_text():
     assert read('"12.5"', "1") == [12_500, 1000]
     assert read(f'"{EPOCH}.001"') == [EPOCH * 1000 + 1]

@@ -36,6 +36,15 @@ def test_a_merged_trace_falls_into_its_ranks(tmp_path):
         assert links.sources[links.source[0]].function == "f"
 
 
+def test_device_work_without_a_label_is_not_lost(tmp_path):
+    builder = merged("TP00", "TP01")
+    builder.event(name="Record Window End", ph="i", s="g", pid="", tid="", ts=4000)
+    assert len(read(tmp_path, builder).by_rank()) == 2
+    builder.kernel("stray", 1, 1)
+    *_, stray = read(tmp_path, builder).by_rank()
+    assert (stray.label, len(stray.device_events)) == (None, 1)
+
+
 def test_a_trace_of_one_rank_is_its_own_part(tmp_path):
     trace = read(tmp_path, TraceBuilder(rank=5))
     assert trace.by_rank() == [trace]

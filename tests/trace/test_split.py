@@ -88,13 +88,16 @@ def test_many_lists_of_objects_inside_events_do_not_make_the_end_slow(tmp_path):
 
 
 def test_metadata_after_the_events_may_be_longer_than_what_is_held_back(tmp_path, monkeypatch):
+    """SGLang's profile_merger writes every rank's devices after the events."""
     trace = every_kind_of_event()
-    trace.metadata["pg_config"] = [{"id": number, "pg_name": str(number)} for number in range(200)]
+    trace.metadata["deviceProperties"] = [{"id": number % 8, "name": "NVIDIA H200"} for number in range(400)]
+    trace.metadata["pg_config"] = [{"pg_name": str(number), "ranks": [{}]} for number in range(200)]
     expected = read(tmp_path, trace)
     small_pieces(monkeypatch, 500)
     found = read(tmp_path, trace, layout=Layout.METADATA_LAST)
     assert rows(found) == rows(expected)
-    assert found.damage.lost_events == 0
+    assert found.damage == UNDAMAGED
+    assert found.metadata == {key: value for key, value in expected.metadata.items() if key != "traceName"}
 
 
 def test_metadata_after_the_events_may_be_malformed(tmp_path):
