@@ -80,12 +80,15 @@ def find(case: StageCase) -> Iterator[Finding]:
 def _blocking_calls(case: StageCase) -> _Calls:
     trace, links, steps = case.trace, case.links, case.steps
     launches, events = trace.launches, trace.device_events
-    rows = np.flatnonzero(_may_block(case) & (launches.duration >= SYNC_MICROSECONDS * 1000))
+    kernels = case.events[(events.kind[case.events] == DeviceKind.KERNEL) & (links.launch[case.events] != MISSING)]
+    launched = links.launch[kernels]
+    # Another thread may fetch the last step's results meanwhile: that holds nobody up.
+    own = launches.thread == (np.bincount(launches.thread[launched]).argmax() if len(launched) else MISSING)
+    rows = np.flatnonzero(own & _may_block(case) & (launches.duration >= SYNC_MICROSECONDS * 1000))
     step = step_at(steps.spans, launches.thread[rows], launches.start[rows])
     # What a step waits for after its last kernel is its result.
-    kernels = case.events[(events.kind[case.events] == DeviceKind.KERNEL) & (links.launch[case.events] != MISSING)]
     last_launch = np.full(len(steps.spans) + 1, np.iinfo(np.int64).min)
-    np.maximum.at(last_launch, steps.inside[kernels], launches.start[links.launch[kernels]])
+    np.maximum.at(last_launch, steps.inside[kernels], launches.start[launched])
     rows = rows[np.isin(step, case.chosen) & (launches.end[rows] <= last_launch[step])]
 
     op = enclosing(trace.ops, launches.thread[rows], launches.start[rows])

@@ -100,6 +100,16 @@ def test_waiting_for_the_result_after_the_last_launch_and_between_steps_is_norma
     assert not found(steps(fill).write(tmp_path / "a.json"), KIND)
 
 
+def test_another_thread_may_fetch_results_meanwhile(tmp_path: Path):
+    """SGLang's overlap scheduler waits for the last step's tokens while another thread launches the next."""
+
+    def fill(builder: TraceBuilder, start: float) -> None:
+        waiting("cudaEventQuery")(builder, start)
+        builder.launch(start + 30, 2_000, name="cudaEventSynchronize", thread=(538, 539))
+
+    assert not found(steps(fill).write(tmp_path / "a.json"), KIND)
+
+
 def test_a_second_stream_that_works_on_hides_the_wait(tmp_path: Path):
     def fill(builder: TraceBuilder, start: float) -> None:
         waiting()(builder, start)

@@ -43,6 +43,17 @@ def test_a_copy_at_a_fifth_of_the_rate_costs_what_a_good_one_would_save(tmp_path
     assert finding.share == pytest.approx(finding.cost_ms_per_step / (evidence["ms_per_step"] + 1.0), rel=1e-3)
 
 
+def test_batches_of_different_sizes_are_one_copy(tmp_path: Path):
+    """A prefill copies as many rows as it has tokens, another number in each step; no size alone costs enough."""
+    builder = TraceBuilder()
+    for number in range(8):
+        builder.span(f"step[EXTEND bs=1 toks={4000 + number}]", 10_000 * number, 9_000)
+        copy_of(0.2, shape=[4000 + number, 128, 192], other_us=8_000)(builder, 10_000 * number)
+    (finding,) = found(builder.write(tmp_path / "a.json"), KIND)
+    assert finding.evidence["distinct_shapes"] == 8
+    assert finding.evidence["launches_per_step"] == 1
+
+
 @pytest.mark.parametrize(("rate", "count"), [(0.32, 1), (0.35, 0), (0.90, 0)])
 def test_the_rate_decides(tmp_path: Path, rate: float, count: int):
     assert len(found(steps(copy_of(rate)).write(tmp_path / "a.json"), KIND)) == count
