@@ -22,10 +22,10 @@ from mla_diag.trace.model import DeviceEvents
 
 KIND = "dropped-events"
 
-_LAUNCH = re.compile(r"LaunchKernel|LaunchCooperativeKernel|GraphLaunch|LaunchKernelEx")
+_LAUNCH = re.compile(r"Launch(?:Cooperative)?Kernel|GraphLaunch")
 _CAPTURE = re.compile(r"(?:StreamBeginCapture|StreamEndCapture|GraphInstantiate)", re.IGNORECASE)
 _GRAPH_LAUNCH = re.compile(r"GraphLaunch", re.IGNORECASE)
-_COMPLETE = 0.99
+_COMPLETE = 0.99  # of the kernels of its like
 
 
 class _Loss(NamedTuple):

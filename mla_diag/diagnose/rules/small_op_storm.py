@@ -79,7 +79,7 @@ def _finding(case: StageCase, what: str, ops: list[Op], launches: float, share: 
 
 
 def _remedy(what: str, ops: list[Op]) -> str:
-    if any(_CAST.search(f"{what} {op.kernel}") for op in ops):
+    if _CAST.search(f"{what} {short_kernel_name(ops[0].kernel)}"):
         remedy = "convert inside the kernel that writes these values, or the one that reads them"
     else:
         remedy = "fuse these into one kernel, or into those around them"

@@ -54,7 +54,7 @@ def find(case: StageCase) -> Iterator[Finding]:
 
 
 def _blocks(case: StageCase, row: RankedOp, use: KernelUse) -> int | None:
-    if not use.grid or not use.block or 0 in use.grid or 0 in use.block:
+    if not use.grid or not use.block or len(use.grid) != len(use.block) or min(use.grid + use.block) < 1:
         return None
     launch = case.links.launch[row.events[0]]
     call = "" if launch == MISSING else case.trace.names[case.trace.launches.name[launch]]

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from mla_diag.diagnose.explain import explain
+from tests.trace_builder import TraceBuilder
 
 RECORDINGS = {
     "base-eager-decode": {"whole-pool-copy", "host-bound"},
@@ -50,6 +51,19 @@ def test_our_recordings(recordings: Path, name: str):
 @pytest.mark.parametrize("name", PUBLIC)
 def test_traces_of_others(shared_traces: Path, name: str):
     assert kinds(shared_traces / "public" / f"{name}.json.gz") == sorted(PUBLIC[name])
+
+
+@pytest.mark.parametrize("kernels", [0, 1])
+def test_a_step_that_hardly_runs_anything_is_no_error(tmp_path: Path, kernels: int):
+    """An idle data-parallel rank steps along with the others."""
+    builder = TraceBuilder()
+    for number in range(2):
+        builder.span("step[IDLE bs=0]", 1_000 * number, 900)
+        for _ in range(kernels):
+            builder.memcpy(1_000 * number + 50, 0, builder.launch(1_000 * number + 10, name="cudaMemcpyAsync"), size=0)
+    builder.span("step[DECODE bs=1]", 3_000, 900)
+    builder.kernel("gemm", 3_100, 100, builder.launch(3_010))
+    assert kinds(builder.write(tmp_path / "a.json")) == []
 
 
 def test_what_the_profiler_itself_costs_does_not_stand_above_what_the_server_does(recordings: Path):

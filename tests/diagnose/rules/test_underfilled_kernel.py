@@ -64,7 +64,9 @@ def test_collectives_use_few_blocks_on_purpose(tmp_path: Path):
 
 
 def test_without_geometry_or_a_count_of_multiprocessors_nothing_is_said(tmp_path: Path):
-    assert not found(steps(kernels(GEMM, None)).write(tmp_path / "a.json"), KIND)
+    for number, grid in enumerate((None, (), (0, 1, 1), (1, 1))):
+        fill = kernels(GEMM, grid, call="hipExtModuleLaunchKernel")
+        assert not found(steps(fill).write(tmp_path / f"{number}.json"), KIND)
     nameless = TraceBuilder(device={"id": 0, "name": "NVIDIA H200"})
     assert not found(steps(kernels(GEMM, (1, 1, 1)), builder=nameless).write(tmp_path / "b.json"), KIND)
 
