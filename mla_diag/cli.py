@@ -72,14 +72,15 @@ def explain(
 
     Exits with 0, with 1 on a finding that --fail-on names, 2 for wrong options, 3 if a trace could not be read.
     """
+    from mla_diag.commands import common
     from mla_diag.commands import explain as command
 
     command.run(
         paths,
-        output_format=command.parse_format(output_format),
+        output_format=common.parse_format(output_format),
         output=output,
         top=top,
-        stage=command.parse_stage(stage),
+        stage=common.parse_stage(stage),
         rank=rank,
         warmup=warmup,
         sources=sources,
@@ -87,6 +88,34 @@ def explain(
         mapping=mapping,
         fail_on=fail_on or (),
         ignore=ignore or (),
+    )
+
+
+@app.command()
+def compare(
+    before: Annotated[Path, typer.Argument(help="A trace, a directory of them, or a JSON report of explain.")],
+    after: Annotated[Path, typer.Argument(help="The same after a change.")],
+    output_format: Annotated[str, typer.Option("--format", help="terminal or json.")] = "terminal",
+    output: Annotated[Path | None, typer.Option("-o", "--output", help="Write the comparison to this file.")] = None,
+    top: Annotated[int, typer.Option(min=1, help="Ops to print a stage; JSON has all of them.")] = 10,
+    fail_on_slower: Annotated[
+        str | None, typer.Option(metavar="PERCENT", help="Exit with 1 if a stage's step takes longer by more: 5%.")
+    ] = None,
+) -> None:
+    """Compare two recordings stage by stage: which ops went, came, grew and shrank, and what that saved.
+
+    Exits with 0, with 1 on what --fail-on-slower names, 2 for wrong options, 3 if one of the two could not be read.
+    """
+    from mla_diag.commands import common
+    from mla_diag.commands import compare as command
+
+    command.run(
+        before,
+        after,
+        output_format=common.parse_format(output_format),
+        output=output,
+        top=top,
+        fail_on_slower=fail_on_slower,
     )
 
 

@@ -17,6 +17,12 @@ class FindingError(MlaDiagError):
     exit_code = 1
 
 
+class SlowerError(MlaDiagError):
+    """A comparison that the command was told to fail on."""
+
+    exit_code = 1
+
+
 class UsageError(MlaDiagError):
     """The command was asked for something that makes no sense."""
 

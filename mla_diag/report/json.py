@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import msgspec
 
+from mla_diag.diagnose.compare import Comparison
 from mla_diag.diagnose.diagnosis import Diagnosis
 
 
-def render_json(diagnosis: Diagnosis) -> str:
-    """The report as indented JSON text, ending in a newline.
+def render_json(diagnosis: Diagnosis | Comparison) -> str:
+    """A diagnosis or a comparison as indented JSON text, ending in a newline.
 
     Schema version and tool come first, so that a reader can decide what to make of the rest.
     """

@@ -1,0 +1,99 @@
+"""What commands share: choices among options, where output goes, a bar while traces are read."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from enum import Enum
+from pathlib import Path
+from typing import TypeVar
+
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
+from mla_diag.diagnose.explain import Progress as Report
+from mla_diag.diagnose.step_spans import Stage
+from mla_diag.errors import UsageError
+
+Choice = TypeVar("Choice", bound=Enum)
+
+# Below this a trace is explained before a bar could be read.
+_BAR_FROM_BYTES = 2 * 1024 * 1024
+
+
+class Format(str, Enum):
+    """The outputs that a report comes in."""
+
+    TERMINAL = "terminal"
+    JSON = "json"
+
+
+def parse_format(text: str) -> Format:
+    """The output of that name."""
+    return _member(Format, text, "--format")
+
+
+def parse_stage(text: str | None) -> Stage | None:
+    """The stage of that name, or None for all."""
+    return None if text is None else _member(Stage, text, "--stage")
+
+
+def _member(kind: type[Choice], text: str, option: str) -> Choice:
+    try:
+        return kind(text.lower())
+    except ValueError:
+        choices = ", ".join(member.value for member in kind)
+        raise UsageError(f"{option} {text}: not one of {choices}") from None
+
+
+def check_output(output: Path | None) -> None:
+    """Say that an output cannot be written before anything long is begun.
+
+    Raises:
+        UsageError: Its directory does not exist.
+    """
+    if output is not None and not output.parent.is_dir():
+        raise UsageError(f"{output}: there is no directory {output.parent}; make it, or write elsewhere with -o")
+
+
+@contextmanager
+def destination(output: Path | None) -> Iterator[Console]:
+    """Where a report goes: standard output, or a file.
+
+    Raises:
+        UsageError: It cannot be written.
+        BrokenPipeError: Whoever reads standard output has gone.
+    """
+    try:
+        if output is None:
+            yield Console(highlight=False)
+            sys.stdout.flush()
+            return
+        with output.open("w", encoding="utf-8") as file:
+            yield Console(file=file, highlight=False)
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        raise UsageError(f"{output or 'standard output'}: cannot be written: {error.strerror}") from error
+
+
+@contextmanager
+def reading_progress(files: list[Path]) -> Iterator[Report | None]:
+    """A bar on the terminal's error stream while large traces are read, and gone before the report."""
+    console = Console(stderr=True)
+    size = sum(file.stat().st_size for file in files if file.is_file())
+    if not console.is_terminal or size < _BAR_FROM_BYTES:
+        yield None
+        return
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True) as bar:
+        tasks = {file: bar.add_task(file.name[-40:], start=False, visible=False, total=None) for file in files}
+
+        def report(file: Path, done: int, total: int) -> None:
+            task = tasks[file]
+            if done < total:
+                bar.start_task(task)
+            bar.update(task, completed=done, total=total, visible=done < total)
+
+        yield report

@@ -1,0 +1,91 @@
+"""A comparison for a person at a terminal: the step before and after, then what changed it, the largest first."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from rich.console import Console
+from rich.text import Text
+
+from mla_diag.diagnose.compare import Change, Comparison, OpChange, Side, StageChange
+from mla_diag.diagnose.kernel_names import short_kernel_name
+from mla_diag.report.units import milliseconds
+
+_ROW = "{:>9} {:>9} {:>10}  {:>17}  {:<7} "
+_STYLES = {Change.WENT: "green", Change.SHRANK: "green", Change.CAME: "red", Change.GREW: "red", Change.SAME: "dim"}
+
+
+def print_comparison(comparison: Comparison, console: Console, top: int) -> None:
+    """Print a comparison.
+
+    Args:
+        comparison: What to print.
+        console: Where to.
+        top: Ops a stage.
+    """
+    for number, stage in enumerate(comparison.stages):
+        for line in [*([Text()] if number else []), *_header(stage), Text(), *_ops(stage, top, console)]:
+            line.rstrip()
+            console.print(line, soft_wrap=not console.is_terminal)
+    for names, which in ((comparison.only_before, "before"), (comparison.only_after, "after")):
+        if names:
+            console.print(Text(f"only {which}: {', '.join(stage.value for stage in names)}", "yellow"))
+
+
+def _header(stage: StageChange) -> Iterator[Text]:
+    yield Text.assemble(
+        (stage.stage.value.upper(), "bold cyan"),
+        (f"  {stage.before_steps} steps before, {stage.after_steps} after", "dim"),
+    )
+    faster = stage.speedup >= 1
+    ratio = stage.speedup if faster else 1 / stage.speedup if stage.speedup else 0.0
+    yield Text.assemble(
+        "a step: ",
+        (f"{milliseconds(stage.before_device_ms)} to {milliseconds(stage.after_device_ms)} ms of device time", "bold"),
+        ", ",
+        (f"{ratio:.3g} times as {'fast' if faster else 'slow'}", "bold green" if faster else "bold red"),
+        f"; wall time {milliseconds(stage.before_wall_ms)} to {milliseconds(stage.after_wall_ms)} ms",
+    )
+    if stage.fixed:
+        yield Text.assemble(("fixed: ", "green"), ", ".join(stage.fixed))
+    if stage.new:
+        yield Text.assemble(("new: ", "red"), ", ".join(stage.new))
+
+
+def _ops(stage: StageChange, top: int, console: Console) -> Iterator[Text]:
+    yield Text(_ROW.format("ms before", "ms after", "change", "us a launch", "") + "op and kernel", "dim")
+    shown, rest = stage.ops[:top], stage.ops[top:]
+    for op in shown:
+        row = _ROW.format(
+            _milliseconds(op.before), _milliseconds(op.after), _signed(op), _a_launch(op), op.change.value
+        )
+        text = row + _what(op)
+        room = console.width if console.is_terminal else len(text)
+        yield Text(text if len(text) <= room else text[: room - 1] + "…", _STYLES[op.change])
+    if rest:
+        before = sum(op.before.ms_per_step for op in rest if op.before)
+        after = sum(op.after.ms_per_step for op in rest if op.after)
+        row = _ROW.format(milliseconds(before), milliseconds(after), f"{after - before:+.3f}", "", "")
+        yield Text(f"{row}{len(rest)} more ops: --top {len(stage.ops)} shows them", "dim")
+
+
+def _what(op: OpChange) -> str:
+    side = op.after or op.before
+    kernel = short_kernel_name(side.kernel) if side else ""
+    old = op.before and op.after and short_kernel_name(op.before.kernel)
+    renamed = f" (was {old})" if old and old != kernel else ""
+    place = f"  {op.source.file.rpartition('/')[2]} {op.source.function}" if op.source else ""
+    return f"{op.op}  {kernel}{renamed}{place}" if op.op else f"{kernel}{renamed}{place}"
+
+
+def _milliseconds(side: Side | None) -> str:
+    return "-" if side is None else milliseconds(side.ms_per_step)
+
+
+def _signed(op: OpChange) -> str:
+    return f"{'+' if op.delta_ms_per_step >= 0 else '-'}{milliseconds(abs(op.delta_ms_per_step))}"
+
+
+def _a_launch(op: OpChange) -> str:
+    before, after = ("-" if side is None else f"{side.us_per_launch:,.1f}" for side in (op.before, op.after))
+    return f"{before} to {after}"

@@ -1,0 +1,67 @@
+// Runs the Hopper kernel's own scheduling code on the host, where every block's pieces can be seen.
+//
+// SCHEDULE is mla_fp8_sm90_schedule.cuh without its include. Reads "blocks heads causal batch", then for each request its
+// query tokens and its KV tokens. Writes, for each piece, "piece block request first_row rows begin tiles slot" (slot -1:
+// the result is final), then for each (request, row tile), "item request first_row slots...".
+#include <algorithm>
+#include <cstdio>
+#include <vector>
+
+#define __device__
+#define ROWS 16
+using i64 = long long;
+using std::max, std::min;
+struct int3 { int x, y, z; };
+struct { int x; } threadIdx, blockIdx;
+int __shfl_up_sync(unsigned, int value, int) { return value; }  // find_span needs these names; it is not called here
+int __reduce_max_sync(unsigned, int value) { return value; }
+void __syncthreads() {}
+
+#include SCHEDULE
+
+int main() {
+  Params p = {};
+  if (std::scanf("%d %d %d %d", &p.blocks, &p.heads, &p.causal, &p.batch) != 4) return 1;
+  std::vector<int> tokens(p.batch + 1), lens(p.batch);
+  for (int i = 0; i < p.batch; ++i) {
+    int count;
+    if (std::scanf("%d %d", &count, &lens[i]) != 2) return 1;
+    tokens[i + 1] = tokens[i] + count;
+  }
+  static float memory[1];  // only its address is used
+  p.qo_indptr = tokens.data(), p.kv_lens = lens.data(), p.partial = p.partial_lse = memory;
+  int items = 0, total = 0, longest = 0;
+  for (int i = 0; i < p.batch; ++i) {
+    const Request r = load_request(p, i);
+    items += r.kv_tiles() ? r.row_tiles(p.heads) : 0;
+    total += r.row_tiles(p.heads) * r.kv_tiles();
+    longest = max(longest, r.kv_tiles());
+  }
+  const Schedule schedule(p.blocks, items, total, longest);
+  std::vector<int> first(p.batch + 1);
+  for (int i = 0; i < p.batch; ++i) {
+    const Request r = load_request(p, i);
+    first[i + 1] = first[i] + r.row_tiles(p.heads) * schedule.item_tiles(r.kv_tiles());
+  }
+  for (int block = 0; block < p.blocks; ++block) {
+    blockIdx.x = block;
+    const int start = block * schedule.quota, count = min(schedule.quota, first[p.batch] - start);
+    if (count <= 0) break;
+    const int request = std::upper_bound(first.begin(), first.end(), start) - first.begin() - 1;
+    for_each_piece(p, Span{schedule, request, start - first[request], count}, [&](const Piece& piece) {
+      const int owner = piece.request.first_token, slot = (piece.partial_lse - p.partial_lse) / ROWS;
+      const int at = std::upper_bound(tokens.begin(), tokens.end(), owner) - tokens.begin() - 1;
+      std::printf("piece %d %d %d %d %d %d %d\n", block, at, piece.first_row, piece.rows, piece.begin, piece.tiles,
+                  piece.partial ? slot : -1);
+    });
+  }
+  for (int i = 0; i < p.batch; ++i) {
+    const Request r = load_request(p, i);
+    for (int tile = 0; tile < r.row_tiles(p.heads); ++tile) {
+      const Parts parts(schedule, first[i] + tile * schedule.item_tiles(r.kv_tiles()), r.kv_tiles());
+      std::printf("item %d %d", i, tile * ROWS);
+      for (int part = 0; part < parts.count; ++part) std::printf(" %d", parts.slot(part));
+      std::printf("\n");
+    }
+  }
+}

@@ -1,0 +1,166 @@
+"""The Hopper kernel without a GPU: what the compiler makes of it, and what the operator refuses."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from mla_diag.kernels import cuda, mla_fp8_sm90  # noqa: E402
+from mla_diag.kernels.mla_fp8_sm90 import LATENT, ROPE, SOURCE, TILES, WIDTH, Tile, choose_tile  # noqa: E402
+
+SHARED_OF_A_MULTIPROCESSOR, RESERVED_FOR_A_BLOCK = 233_472, 1024  # Hopper
+TILE_LIST = pytest.mark.parametrize("tile", TILES.values(), ids=lambda tile: f"rows{tile.rows}")
+
+
+def cuobjdump() -> str | None:
+    """The disassembler: the toolkit's, or the one that Triton carries."""
+    bundled = Path(torch.__file__).parents[1] / "triton/backends/nvidia/bin/cuobjdump"
+    return shutil.which("cuobjdump") or (str(bundled) if bundled.exists() else None)
+
+
+# ---- what the compiler made of it ------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def machine_code(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
+    if cuda.compiler() is None:
+        pytest.skip("neither NVRTC nor nvcc is here")
+    folder = tmp_path_factory.mktemp("cubin")
+    paths = {}
+    for rows, tile in TILES.items():
+        paths[rows] = folder / f"rows{rows}.cubin"
+        paths[rows].write_bytes(cuda.build(SOURCE, "sm_90a", tile.defines))
+    return paths
+
+
+def dump(cubin: Path, *options: str) -> str:
+    program = cuobjdump()
+    if program is None:
+        pytest.skip("no cuobjdump")
+    return subprocess.run([program, *options, str(cubin)], capture_output=True, text=True, check=True).stdout
+
+
+@TILE_LIST
+def test_registers_and_spills(tile: Tile, machine_code: dict[int, Path]) -> None:
+    usage = dump(machine_code[tile.rows], "--dump-resource-usage")
+    found = re.search(r"Function mla_split:\s+REG:(\d+) STACK:(\d+)", usage)
+    assert found, usage
+    registers, stack = map(int, found.groups())
+    assert registers * 384 <= 65_536
+    assert stack <= 64  # a few loop counters; an accumulator that spilled would be 512 bytes and more
+
+
+@TILE_LIST
+def test_the_tensor_cores_run_ahead(tile: Tile, machine_code: dict[int, Path]) -> None:
+    """The compiler falls back to one wait for each wgmma when it runs out of registers; that halves the speed."""
+    code = dump(machine_code[tile.rows], "--dump-sass", "-fun", "mla_split")
+    products = re.findall(r"HGMMA\.(\S+) (R\d+), (R\d+)", code)
+    assert len(products) == WIDTH // 16 + 4 * 4
+    assert {shape for shape, *_ in products} == {f"64x{tile.rows}x16.F32"}
+    assert code.count("WARPGROUP.DEPBAR") < 0.7 * len(products)
+    assert "UBLKCP" in code
+    assert "F2FP.F16.E4M3.UNPACK_B" in code
+
+
+@TILE_LIST
+def test_the_block_fits_a_multiprocessor(tile: Tile) -> None:
+    assert tile.shared_bytes + RESERVED_FOR_A_BLOCK <= SHARED_OF_A_MULTIPROCESSOR
+
+
+@pytest.mark.parametrize(
+    ("tokens", "heads", "batch", "rows"),
+    [
+        (1, 1, 1, 16),
+        (64, 16, 64, 16),
+        (64, 17, 64, 32),
+        (8, 64, 8, 64),
+        (8, 128, 8, 64),
+        (32, 16, 8, 64),
+        (9, 16, 8, 32),
+    ],
+)
+def test_the_tile_follows_the_rows_of_a_request(tokens: int, heads: int, batch: int, rows: int) -> None:
+    assert choose_tile(tokens, heads, batch).rows == rows
+
+
+# ---- what it refuses -------------------------------------------------------------------------------------------------
+
+
+def arguments(**changes: Any) -> dict[str, Any]:
+    """A valid call, but for the device."""
+    valid = {
+        "query": bf16(2, 16, WIDTH),
+        "pool": torch.zeros(8, 1, WIDTH, dtype=torch.uint8),
+        "kv_indices": torch.zeros(5, dtype=torch.int32),
+        "kv_indptr": torch.tensor([0, 2, 5], dtype=torch.int32),
+        "sm_scale": 1.0,
+    }
+    return valid | changes
+
+
+def bf16(*shape: int) -> torch.Tensor:
+    return torch.zeros(*shape, dtype=torch.bfloat16)
+
+
+def int32(*shape: int) -> torch.Tensor:
+    return torch.zeros(*shape, dtype=torch.int32)
+
+
+@pytest.mark.parametrize(
+    ("changes", "complaint"),
+    [
+        ({"query": torch.zeros(2, 16, WIDTH)}, "query must be BF16 or FP16"),
+        ({"query": bf16(2, 16, LATENT)}, "query must be"),
+        ({"query": bf16(2, 16, WIDTH + 1)[..., 1:]}, "16-byte aligned"),
+        ({"query": bf16(2, 16, LATENT), "query_rope": torch.zeros(2, 16, ROPE)}, "query_rope must be torch.bfloat16"),
+        ({"query": bf16(2, 16, LATENT), "query_rope": bf16(2, 8, ROPE)}, "query_rope must be"),
+        ({"query": bf16(3, 16, WIDTH)}, "qo_indptr is needed"),
+        ({"pool": torch.zeros(8, 1, 512, dtype=torch.uint8)}, "pool must be"),
+        ({"pool": bf16(8, 1, WIDTH)}, "pool must be float8_e4m3fn"),
+        ({"pool": torch.zeros(8, 2, WIDTH, dtype=torch.uint8)}, "one head"),
+        ({"pool": torch.zeros(8, 584, dtype=torch.uint8)[:, :WIDTH]}, "pool's rows"),
+        ({"pool": torch.zeros(8, 4, 1, WIDTH, dtype=torch.uint8)[:, :2]}, "end to end"),
+        ({"kv_indices": torch.zeros(5, dtype=torch.int64)}, "kv_indices"),
+        ({"kv_indptr": None}, "kv_indptr and kv_indices, or page_table"),
+        ({"page_table": int32(2, 4)}, "kv_indptr and kv_indices, or page_table"),
+        ({"kv_indptr": None, "kv_indices": None, "page_table": int32(2, 4)}, "kv_lens is needed"),
+        ({"kv_indptr": torch.tensor([0, 2, 5])}, "kv_indptr must be"),
+        ({"page_size": 64}, "kv_lens is needed"),
+        ({"page_size": 0}, "page_size"),
+        ({"qo_indptr": int32(2)}, "qo_indptr must have 3"),
+        ({"out": torch.zeros(2, 16, LATENT, dtype=torch.float64)}, "out must be"),
+        ({"out": torch.zeros(2, 16, 2 * LATENT)[..., ::2]}, "out must be contiguous"),
+        ({"lse": bf16(2, 16)}, "lse must be float32"),
+        ({"sm_scale": 0.0}, "sm_scale"),
+    ],
+)
+def test_a_wrong_argument_is_named(changes: dict[str, Any], complaint: str) -> None:
+    with pytest.raises(ValueError, match=complaint):
+        mla_fp8_sm90.mla_fp8_sm90(**arguments(**changes))
+
+
+def test_nothing_to_do_needs_no_device() -> None:
+    empty = arguments(query=bf16(0, 16, WIDTH), kv_indptr=int32(1))
+    out, lse = mla_fp8_sm90.mla_fp8_sm90(**empty)
+    assert out.shape == (0, 16, LATENT)
+    assert lse.shape == (0, 16)
+
+
+def test_without_a_gpu_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert mla_fp8_sm90.unavailable() == "no CUDA device"
+
+
+def test_on_another_architecture_it_says_which(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (10, 0))
+    reason = mla_fp8_sm90.unavailable()
+    assert reason is not None
+    assert "10.0" in reason
