@@ -45,7 +45,7 @@ def test_casts_of_an_fp8_pool_are_one_finding_whatever_their_shapes(tmp_path: Pa
 
 def test_what_to_do_depends_on_whether_it_converts(tmp_path: Path):
     """Any elementwise kernel may load with a cast; that does not make it one."""
-    add = "void at::native::elementwise_kernel<at::native::CUDAFunctor_add<float>, at::native::memory::LoadWithCast<2> >()"
+    add = "void at::native::elementwise_kernel<at::native::CUDAFunctor_add<float>, LoadWithCast<2> >()"
     (cast,) = found(steps(storm(150)).write(tmp_path / "cast.json"), KIND)
     (addition,) = found(steps(storm(150, kernel=add, op="aten::add")).write(tmp_path / "add.json"), KIND)
     assert cast.remedy.startswith("convert inside the kernel")
