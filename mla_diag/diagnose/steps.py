@@ -58,7 +58,7 @@ def find_steps(trace: Trace, links: Links, warmup: int = 0) -> Steps:
 
     launched = np.flatnonzero(links.launch != MISSING)
     rows = links.launch[launched]
-    inside[launched] = _step_at(spans, launches.thread[rows], launches.start[rows])
+    inside[launched] = step_at(spans, launches.thread[rows], launches.start[rows])
     outside = launched[inside[launched] == MISSING]
     before = np.searchsorted(spans.start, launches.start[links.launch[outside]], "right") - 1
     after[outside] = before  # -1 is launched before the first step
@@ -72,7 +72,7 @@ def find_steps(trace: Trace, links: Links, warmup: int = 0) -> Steps:
     return Steps(spans, inside, after, _without_warmup(spans, usable, warmup), complete)
 
 
-def _step_at(spans: StepSpans, threads: Ids, times: Ints) -> Ints:
+def step_at(spans: StepSpans, threads: Ids, times: Ints) -> Ints:
     """The step whose span on the same thread holds each instant, else on any: a forward may have its own thread."""
     table = Table(np.zeros(len(spans), np.int32), spans.thread, spans.start, np.maximum(spans.end - spans.start - 1, 0))
     step = enclosing(table, threads, times)
@@ -90,7 +90,7 @@ def _complete(trace: Trace, links: Links, spans: StepSpans, inside: Ints) -> NDA
     a step also needs as many device events as its like, and one launched after it.
     """
     calls = np.flatnonzero(np.isin(trace.launches.name, _launching_names(trace, links)))
-    call_step = _step_at(spans, trace.launches.thread[calls], trace.launches.start[calls])
+    call_step = step_at(spans, trace.launches.thread[calls], trace.launches.start[calls])
     placed = call_step != MISSING
     made = np.bincount(call_step[placed], minlength=len(spans))
     found = np.bincount(call_step[placed & np.isin(calls, links.launch)], minlength=len(spans))

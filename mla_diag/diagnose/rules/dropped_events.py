@@ -1,0 +1,197 @@
+"""dropped-events: what the profiler or the file lost, so that figures or findings cannot be trusted.
+
+It is about the trace, not the server, and says so once for each trace: with the first stage that it has.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+
+from mla_diag.diagnose.case import StageCase, severity
+from mla_diag.diagnose.diagnosis import Finding
+from mla_diag.diagnose.step_spans import Stage
+from mla_diag.diagnose.steps import busy, step_at
+from mla_diag.diagnose.thresholds import DROPPED_SHARE, REPLAY_GAP_MICROSECONDS, REPLAY_IDLE
+from mla_diag.trace.columns import MISSING
+from mla_diag.trace.model import DeviceEvents
+
+KIND = "dropped-events"
+
+_LAUNCH = re.compile(r"Launch(?:Cooperative)?Kernel|GraphLaunch")
+_CAPTURE = re.compile(r"(?:StreamBeginCapture|StreamEndCapture|GraphInstantiate)", re.IGNORECASE)
+_GRAPH_LAUNCH = re.compile(r"GraphLaunch", re.IGNORECASE)
+_COMPLETE = 0.99  # of the kernels of its like
+
+
+class _Loss(NamedTuple):
+    """One thing that is missing.
+
+    Attributes:
+        share: The part of its like that is missing, 0 to 1.
+        sentence: The same in words, for the title.
+        remedy: How to have it next time.
+    """
+
+    share: float
+    sentence: str
+    remedy: str
+
+
+class _Replays(NamedTuple):
+    """Graph launches of a trace.
+
+    Attributes:
+        total: All of them.
+        empty: Those without any device event.
+        short: Those with fewer than the same launch of another step of the same name.
+        idle: Those that are idle for most of their time.
+        idle_most: The largest part of a replay that is idle.
+    """
+
+    total: int
+    empty: int
+    short: int
+    idle: int
+    idle_most: float
+
+
+def find(case: StageCase) -> Iterator[Finding]:
+    """At most one finding for the trace."""
+    first = next(stage for stage in Stage if len(case.steps.of(stage)))
+    if case.report.stage is not first:
+        return
+    losses, evidence = _look(case)
+    if not losses:
+        return
+    worst = max(losses, key=lambda loss: loss.share)
+    finding = case.finding(
+        KIND,
+        worst.sentence,
+        detail="; ".join(loss.sentence for loss in losses if loss is not worst),
+        cost_ms=None,
+        share=None,
+        evidence=evidence,
+        remedy=worst.remedy,
+        confidence="high",
+    )
+    yield msgspec.structs.replace(finding, stage=None, severity=severity(worst.share))
+
+
+def _look(case: StageCase) -> tuple[list[_Loss], dict[str, Any]]:
+    trace, links, steps = case.trace, case.links, case.steps
+    damage, events = trace.damage, len(trace.device_events)
+    names = np.array([bool(_LAUNCH.search(name)) for name in trace.names] or [False])
+    calls = np.flatnonzero(names[trace.launches.name])
+    # What is launched while a graph is captured does not run then.
+    capturing = any(_CAPTURE.search(trace.names[name]) for name in np.unique(trace.launches.name).tolist())
+    silent = 0 if capturing else int((~np.isin(calls, links.launch)).sum())
+    orphaned = links.launch == MISSING
+    orphans = int(orphaned.sum())
+    incomplete = int((~steps.complete).sum())
+    replays = _replays(case, capturing)
+    evidence = {
+        "events": trace.event_count,
+        "unreadable_events": damage.lost_events,
+        "first_unreadable_at_byte": damage.first_lost_at,
+        "cut_at_byte": damage.cut_at,
+        "gzip_error": damage.gzip,
+        "steps": len(steps.spans),
+        "incomplete_steps": incomplete,
+        "launches": len(calls),
+        "launches_without_device_event": silent,
+        "device_events": events,
+        "device_events_without_launch": orphans,
+        "ms_without_launch": float(trace.device_events.duration[orphaned].sum()) / 1e6,
+        "graph_replays": replays.total,
+        "empty_graph_replays": replays.empty,
+        "short_graph_replays": replays.short,
+        "idle_graph_replays": replays.idle,
+        "idle_share_of_worst_replay": replays.idle_most,
+    }
+    return list(_losses(case, evidence, replays)), evidence
+
+
+def _losses(case: StageCase, seen: dict[str, Any], replays: _Replays) -> Iterator[_Loss]:
+    damage, steps = case.trace.damage, seen["steps"]
+    again = "profile again for fewer steps, with no other profiler (Nsight, DCGM) attached to the GPU"
+    if damage.truncated:
+        whole = steps - seen["incomplete_steps"]
+        yield _Loss(
+            seen["incomplete_steps"] / max(steps, 1),
+            f"the file is cut off before its end: {whole} of its {steps} steps are whole",
+            "wait until the profiler has written the file, then copy it again; its figures are of the whole steps only",
+        )
+    elif seen["incomplete_steps"]:
+        yield _Loss(
+            seen["incomplete_steps"] / steps,
+            f"{seen['incomplete_steps']} of {steps} steps lack device events that their like have, and are left out",
+            again,
+        )
+    bad = seen["unreadable_events"] / max(seen["events"], 1)
+    if bad >= DROPPED_SHARE:
+        yield _Loss(bad, f"{seen['unreadable_events']:,} of {seen['events']:,} events cannot be read", again)
+    silent = seen["launches_without_device_event"] / max(seen["launches"], 1)
+    if silent >= DROPPED_SHARE and not damage.truncated:
+        yield _Loss(
+            silent,
+            f"{seen['launches_without_device_event']:,} of {seen['launches']:,} launches have no device event: "
+            "device times are too low",
+            again,
+        )
+    orphans = seen["device_events_without_launch"] / max(seen["device_events"], 1)
+    if orphans >= DROPPED_SHARE:
+        yield _Loss(
+            orphans,
+            f"{seen['device_events_without_launch']:,} of {seen['device_events']:,} device events, "
+            f"{seen['ms_without_launch']:.1f} ms, have no launch: what launched them, and in which step, is not known",
+            "start the profiler before the work to be recorded, with a PyTorch that records launches by the driver",
+        )
+    poor = max(replays.empty, replays.short, replays.idle)
+    if poor:
+        yield _Loss(
+            poor / replays.total,
+            f"{poor} of {replays.total} graph replays hold fewer kernels than ran: "
+            "device time is too low, and the idle time in them is not real",
+            f"{again}, or without CUDA graphs",
+        )
+
+
+def _replays(case: StageCase, capturing: bool) -> _Replays:
+    trace, links, spans = case.trace, case.links, case.steps.spans
+    is_graph = np.array([bool(_GRAPH_LAUNCH.search(name)) for name in trace.names] or [False])
+    rows = np.flatnonzero(is_graph[trace.launches.name])
+    rows = rows[np.argsort(trace.launches.start[rows], kind="stable")]
+    step = step_at(spans, trace.launches.thread[rows], trace.launches.start[rows])
+    order = np.argsort(links.launch, kind="stable")
+    first, past = (np.searchsorted(links.launch[order], rows, side) for side in ("left", "right"))
+    replays = [order[begin:end] for begin, end in zip(first.tolist(), past.tolist(), strict=True)]
+    sizes = list(map(len, replays))
+    blank = [_blank(trace.device_events.take(replay)) for replay in replays]
+    # The same launch of another step: as far into a step of the same name with as many launches.
+    like: dict[tuple[str, int, int], list[int]] = {}
+    for number in np.unique(step[step != MISSING]).tolist():
+        inside = np.flatnonzero(step == number).tolist()
+        for place, row in enumerate(inside):
+            like.setdefault((spans.names[number], len(inside), place), []).append(sizes[row])
+    short = sum(size < _COMPLETE * max(group) for group in like.values() for size in group if size)
+    return _Replays(
+        total=len(rows),
+        empty=0 if capturing or case.trace.damage.truncated else sizes.count(0),
+        short=short,
+        idle=sum(share >= REPLAY_IDLE for share in blank),
+        idle_most=max(blank, default=0.0),
+    )
+
+
+def _blank(replay: DeviceEvents) -> float:
+    """The part of a replay in which nothing ran, from its first event to its last; 0 if its gaps are a graph's own."""
+    if len(replay) < 2:
+        return 0.0
+    span = int(replay.end.max() - replay.start.min())
+    nothing = span - busy(replay.start, replay.end)
+    return nothing / span if nothing > REPLAY_GAP_MICROSECONDS * 1000 * (len(replay) - 1) else 0.0
