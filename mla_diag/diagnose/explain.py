@@ -9,7 +9,7 @@ from pathlib import Path
 from mla_diag.diagnose.diagnosis import Diagnosis, Finding, StageReport, TraceReport
 from mla_diag.diagnose.mapping import read_reference
 from mla_diag.diagnose.per_trace import Known, explain_trace
-from mla_diag.diagnose.rules import KINDS
+from mla_diag.diagnose.rules import CROSS_RULES, KINDS
 from mla_diag.diagnose.server_info import ServerInfo
 from mla_diag.diagnose.step_spans import Stage
 from mla_diag.diagnose.verdict import check_ignored
@@ -76,14 +76,20 @@ def explain(
                 continue
             traces.append(found.summary)
             stages += [entry for entry in found.stages if wanted in (None, entry.stage)]
-            findings += [entry for entry in found.findings if wanted in (None, entry.stage)]
+            findings += found.findings
     if not traces:
         if unreadable:
             raise UnreadableInputError("\n".join(unreadable))
         raise UsageError(f"no trace of rank {rank} among those given; leave --rank out to see which there are")
     if wanted is not None and not stages:
         raise UsageError(f"no {wanted.value} steps in these traces; leave --stage out to see which there are")
-    findings = [finding for finding in findings if finding.kind not in ignored]
+    findings += [finding for rule in CROSS_RULES.values() for finding in rule(stages)]
+    findings = [
+        finding
+        for finding in findings
+        # A finding of the whole trace is of each of its stages.
+        if finding.kind not in ignored and (wanted is None or finding.stage in (None, wanted))
+    ]
     findings.sort(key=lambda finding: -(finding.cost_ms_per_step or 0.0))
     return Diagnosis(traces=traces, stages=stages, findings=findings, unreadable=unreadable)
 

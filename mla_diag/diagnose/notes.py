@@ -85,7 +85,7 @@ def _missing_detail(trace: Trace, links: Links, mapping: Mapping | None) -> Iter
         )
     if replayed < events and len(trace.ops) and not any(trace.values[n] for n in np.unique(trace.ops.dims).tolist()):
         yield "no input shapes were recorded: profile with record_shapes=true to see them"
-    if len(trace.frames):
+    if trace.metadata.get("with_stack") or len(trace.frames):
         yield "Python stacks were recorded, which slows the host: wall time is longer than without them"
     elif replayed < events:
         yield "no Python stacks were recorded: profile with with_stack=true to see which line launches what"

@@ -27,11 +27,10 @@ class FailOn:
     share: float = 0.0
 
     def holds(self, finding: Finding) -> bool:
-        """Whether a finding is what is not accepted. One whose cost is unknown is."""
+        """Whether a finding is what is not accepted. One whose cost is unknown is, unless a limit is given."""
         if self.kind not in ("any", finding.kind):
             return False
-        cost, share = finding.cost_ms_per_step, finding.share
-        return (cost is None or cost >= self.milliseconds) and (share is None or share >= self.share)
+        return (finding.cost_ms_per_step or 0.0) >= self.milliseconds and (finding.share or 0.0) >= self.share
 
 
 def parse_fail_on(text: str, kinds: Iterable[str]) -> FailOn:

@@ -55,8 +55,11 @@ def test_holds(text: str, holds: bool):
     assert parse_fail_on(text, KINDS).holds(finding()) is holds
 
 
-def test_a_finding_without_a_cost_is_not_excused_by_a_limit():
-    assert parse_fail_on("any:5%", KINDS).holds(finding(cost=None, share=None))
+def test_a_finding_of_unknown_cost_holds_without_a_limit_only():
+    unknown = finding(cost=None, share=None)
+    assert parse_fail_on("any", KINDS).holds(unknown)
+    assert not parse_fail_on("any:5%", KINDS).holds(unknown)
+    assert not parse_fail_on("any:1ms", KINDS).holds(unknown)
 
 
 def test_ignore_knows_its_kinds():
