@@ -1,0 +1,539 @@
+"""Absorbed MLA attention that reads an FP8 (e4m3) paged pool as it lies, for decode and multi-token extend.
+
+This file imports torch and Triton only: `mla-diag fix --apply` copies it, alone, beside SGLang's attention backends.
+
+How it works. A pool row is 576 bytes, latent 512 then rope 64, and serves as key and, its latent, as value. Rows go from
+the pool to shared memory once, as 16-bit pairs of bytes, so that `ldmatrix` can hand them to the tensor cores in either
+direction; each pair becomes two FP16 numbers in registers, on the way into the product. No converted tile is ever
+stored. That is why even and odd latents have accumulators of their own, joined when the output is written.
+
+  scores   S^T = K Q^T, tokens down and heads across, so a few heads waste no tensor-core rows. On Hopper the bytes enter
+           the FP8 tensor cores as they are and a BF16 query enters as two e4m3 terms, which hold its 8 bits exactly.
+  output   O = P V, with P in FP16, whose 11 bits beat BF16's 8.
+
+The key range of every request is split so that the card is full (flash decoding). How, is worked out by each program
+from the lengths on the device: a captured CUDA graph fits any lengths of the same batch.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+__all__ = ["Tuning", "mla_fp8", "tuning", "workspace_bytes"]
+
+LATENT, ROPE = 512, 64
+LOG2E = tl.constexpr(1.4426950408889634)
+# e4m3 bits moved up by 7 are the FP16 number a 2^8th of the size: exact, subnormals included.
+BITS_SCALE = tl.constexpr(256.0)
+LOW_TERM = tl.constexpr(16.0)
+CANDIDATES = tl.constexpr(32)
+
+# How a pair of bytes becomes FP16. BITS is the packed form of PORTABLE, which the interpreter runs.
+PORTABLE, BITS, CONVERT = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """How the kernel is laid out on one architecture.
+
+    Attributes:
+        block_tokens: KV rows a step; 64 is the height of a Hopper `wgmma`, 32 keeps the others from spilling.
+        warps: warps a program.
+        stages: software pipeline depth; one stage holds `block_tokens` rows of the pool.
+        programs_per_sm: programs resident on a multiprocessor, by registers and shared memory.
+        fp8_scores: multiply query and keys on the FP8 tensor cores (BF16 queries only).
+        decode: how bytes become FP16: by `cvt` (SM89 up) or by moving bits.
+        block_heads: (query token, head) pairs a program; 16 is the tensor core's smallest tile.
+    """
+
+    block_tokens: int
+    warps: int
+    stages: int
+    programs_per_sm: int
+    fp8_scores: bool
+    decode: int
+    block_heads: int = 16
+
+
+def tuning(capability: tuple[int, int]) -> Tuning:
+    """Return the tuning for a compute capability; docs/kernel-log.md has the measurements behind it.
+
+    Args:
+        capability: (major, minor), as `torch.cuda.get_device_capability` gives it.
+
+    Returns:
+        The table's entry. Unknown architectures get the one that every card since SM80 can run.
+
+    Raises:
+        ValueError: the card is older than SM80: no asynchronous copies, no BF16.
+    """
+    if capability < (8, 0):
+        raise ValueError(f"the FP8 MLA kernel needs compute capability 8.0 or higher, not {capability[0]}.{capability[1]}")
+    if capability[0] == 9:
+        # wgmma takes 64 tokens from registers; two programs of 94 KB and 255 registers a thread fill a multiprocessor.
+        return Tuning(block_tokens=64, warps=4, stages=3, programs_per_sm=2, fp8_scores=True, decode=CONVERT.value)
+    # 64 tokens spill on mma.sync, and from 64 rows up SM100 would take tcgen05, whose operands come from shared memory:
+    # that is the trip this kernel avoids. 56 KB a program, so that one fits SM86, SM89 and SM120 (99 KB).
+    decode = CONVERT.value if capability >= (8, 9) else BITS.value  # cvt.e4m3x2 is 7 % faster, and came with SM89
+    resident = 1 if capability in ((8, 6), (8, 9)) or capability[0] == 12 else 2  # by shared memory: 99 KB or more
+    return Tuning(block_tokens=32, warps=4, stages=3, programs_per_sm=resident, fp8_scores=False, decode=decode)
+
+
+@triton.jit
+def _low(pairs, DECODE: tl.constexpr):
+    """FP16 of the lower byte of each pair (the even latents)."""
+    if DECODE == PORTABLE:
+        return (((pairs & 0x7F) << 7) | ((pairs & 0x80) << 8)).to(tl.float16, bitcast=True)
+    elif DECODE == BITS:
+        return tl.inline_asm_elementwise(
+            "{ .reg .b32 s, m; shl.b32 s, $1, 8; shl.b32 m, $1, 7; and.b32 m, m, 0x3f803f80;"
+            " lop3.b32 $0, s, 0x80008000, m, 0xEA; }",
+            "=r,r", [pairs], dtype=tl.float16, is_pure=True, pack=2)  # fmt: skip
+    else:
+        return tl.inline_asm_elementwise(
+            "{ .reg .b32 w; .reg .b16 low, high; prmt.b32 w, $1, 0, 0x4420; mov.b32 {low, high}, w;"
+            " cvt.rn.f16x2.e4m3x2 $0, low; }",
+            "=r,r", [pairs], dtype=tl.float16, is_pure=True, pack=2)  # fmt: skip
+
+
+@triton.jit
+def _high(pairs, DECODE: tl.constexpr):
+    """FP16 of the upper byte of each pair (the odd latents)."""
+    if DECODE == PORTABLE:
+        return (((pairs >> 1) & 0x3F80) | (pairs & -0x8000)).to(tl.float16, bitcast=True)
+    elif DECODE == BITS:
+        return tl.inline_asm_elementwise(
+            "{ .reg .b32 m; shr.u32 m, $1, 1; and.b32 m, m, 0x3f803f80; lop3.b32 $0, $1, 0x80008000, m, 0xEA; }",
+            "=r,r", [pairs], dtype=tl.float16, is_pure=True, pack=2)  # fmt: skip
+    else:
+        return tl.inline_asm_elementwise(
+            "{ .reg .b32 w; .reg .b16 low, high; prmt.b32 w, $1, 0, 0x4431; mov.b32 {low, high}, w;"
+            " cvt.rn.f16x2.e4m3x2 $0, low; }",
+            "=r,r", [pairs], dtype=tl.float16, is_pure=True, pack=2)  # fmt: skip
+
+
+@triton.jit
+def _e4m3(pairs, ROWS: tl.constexpr, PAIRS: tl.constexpr):
+    """Pairs of bytes [ROWS, PAIRS] as the e4m3 numbers [ROWS, 2 * PAIRS] they are; compiles to nothing."""
+    low = pairs.to(tl.uint8)
+    high = (pairs.to(tl.uint16, bitcast=True) >> 8).to(tl.uint8)
+    return tl.reshape(tl.join(low, high), (ROWS, 2 * PAIRS)).to(tl.float8e4nv, bitcast=True)
+
+
+@triton.jit
+def _even_odd(x, ROWS: tl.constexpr, PAIRS: tl.constexpr):
+    """Split the columns of [ROWS, 2 * PAIRS] into even and odd ones, each transposed to [PAIRS, ROWS]."""
+    even, odd = tl.split(tl.reshape(x, (ROWS, PAIRS, 2)))
+    return tl.trans(even), tl.trans(odd)
+
+
+@triton.jit
+def _power_of_two_above(x):
+    """2^(7 - floor(log2 x)): brings x into [128, 256), where two e4m3 terms hold a BF16 number. Exact to multiply by."""
+    exponent = (x.to(tl.int32, bitcast=True) >> 23) & 0xFF
+    return (tl.minimum(261 - exponent, 254) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _four_bits(x):
+    """Round float32 to 4 significant bits, e4m3's, by adding half a unit: the conversion that follows is then exact."""
+    return ((x.to(tl.int32, bitcast=True) + 0x80000) & -0x100000).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _query_terms(x, is_low):
+    """The two e4m3 terms of a BF16 query scaled to 256: the high one, or what it leaves times LOW_TERM."""
+    high = _four_bits(x).to(tl.float8e4nv)
+    low = ((x - high.to(tl.float32)) * LOW_TERM).to(tl.float8e4nv)
+    return tl.trans(tl.where(is_low, low, high))
+
+
+@triton.jit
+def _lengths(requests, valid, kv_indptr, kv_lens, qo_indptr, HAS_LENS: tl.constexpr, EXTEND: tl.constexpr):
+    """Key length and query length of each request, 0 where `valid` is false."""
+    if HAS_LENS:
+        keys = tl.load(kv_lens + requests, mask=valid, other=0)
+    else:
+        keys = tl.load(kv_indptr + requests + 1, mask=valid, other=0) - tl.load(kv_indptr + requests, mask=valid, other=0)
+    if EXTEND:
+        queries = tl.load(qo_indptr + requests + 1, mask=valid, other=0) - tl.load(qo_indptr + requests, mask=valid, other=0)
+    else:
+        queries = valid.to(tl.int32)
+    return keys.to(tl.int32), queries.to(tl.int32)
+
+
+@triton.jit
+def _splits(keys, tiles, slots, capacity, BLOCK_N: tl.constexpr):
+    """How many pieces each request's keys are cut into.
+
+    The smallest piece size for which all work items fit into `capacity`, sought between an even share of the work for
+    each of the `slots` resident programs and the size that always fits.
+    """
+    blocks = tl.cdiv(keys, BLOCK_N)
+    work = tl.sum(tiles * blocks)
+    smallest = tl.maximum(tl.cdiv(work, slots), 1)
+    largest = tl.maximum(tl.cdiv(work, capacity - tl.sum(tiles)), smallest)
+    sizes = smallest + tl.cdiv(tl.arange(0, CANDIDATES) * (largest - smallest), CANDIDATES - 1)
+    items = tl.sum(tiles[None, :] * tl.maximum(tl.cdiv(blocks[None, :], sizes[:, None]), 1), 1)
+    size = tl.min(tl.where(items <= capacity, sizes, largest))
+    return tl.maximum(tl.cdiv(blocks, size), 1)
+
+
+@triton.jit
+def _find(item, counts, requests):
+    """The request that holds work item `item`, and the number of items before that request."""
+    request = tl.sum((tl.cumsum(counts, 0) <= item).to(tl.int32))
+    return request, tl.sum(tl.where(requests < request, counts, 0))
+
+
+@triton.jit
+def _pick(values, requests, request):
+    return tl.sum(tl.where(requests == request, values, 0))
+
+
+@triton.jit(do_not_specialize=["batch", "slots", "capacity"])
+def _attend(
+    q_nope, q_rope, pool, table, kv_indptr, kv_lens, qo_indptr, out, lse, partial, partial_lse,
+    stride_nope_t, stride_nope_h, stride_rope_t, stride_rope_h, stride_out_t, stride_out_h, stride_table,
+    batch, heads, slots, capacity, score_scale, out_scale, lse_scale,
+    LATENT: tl.constexpr, ROPE: tl.constexpr, ROW: tl.constexpr, PAGE: tl.constexpr, PAGED: tl.constexpr,
+    HAS_LENS: tl.constexpr, EXTEND: tl.constexpr, CAUSAL: tl.constexpr, BATCH: tl.constexpr,
+    BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, FP8_SCORES: tl.constexpr, DECODE: tl.constexpr,
+):  # fmt: skip
+    """One work item: one tile of (query token, head) columns of one request against one piece of its keys."""
+    LATENT2: tl.constexpr = LATENT // 2
+    ROPE2: tl.constexpr = ROPE // 2
+    requests = tl.arange(0, BATCH)
+    keys, queries = _lengths(requests, requests < batch, kv_indptr, kv_lens, qo_indptr, HAS_LENS, EXTEND)
+    tiles = tl.cdiv(queries * heads, BLOCK_H)
+    splits = _splits(keys, tiles, slots, capacity, BLOCK_N)
+    item = tl.program_id(0)
+    request, before = _find(item, tiles * splits, requests)
+    if request >= batch:
+        return
+    n_keys = _pick(keys, requests, request)
+    n_queries = _pick(queries, requests, request)
+    n_tiles = tl.cdiv(n_queries * heads, BLOCK_H)
+    n_splits = _pick(splits, requests, request)
+    # Tiles of one piece are neighbours, so that what one reads the others find in L2.
+    tile = (item - before) % n_tiles
+    piece = (item - before) // n_tiles
+    first_query = tl.load(qo_indptr + request).to(tl.int32) if EXTEND else request
+
+    column = tile * BLOCK_H + tl.arange(0, BLOCK_H)
+    valid = column < n_queries * heads
+    token = (first_query + column // heads).to(tl.int64)
+    head = column % heads
+    # Columns past the end see what the last token sees: they are dropped, but must not make the tile longer.
+    visible = tl.minimum(n_keys - n_queries + column // heads + 1, n_keys) if CAUSAL else tl.full((BLOCK_H,), 0, tl.int32) + n_keys
+    last = tl.max(visible)
+    blocks = tl.cdiv(n_keys, BLOCK_N)
+    begin = (blocks * piece // n_splits) * BLOCK_N
+    end = tl.minimum((blocks * (piece + 1) // n_splits) * BLOCK_N, last)
+
+    latent = tl.arange(0, LATENT)
+    rope = tl.arange(0, ROPE)
+    if FP8_SCORES:
+        # Rows 0 to BLOCK_H hold the high terms, the rest the low ones.
+        both = tl.arange(0, 2 * BLOCK_H) % BLOCK_H
+        is_low = (tl.arange(0, 2 * BLOCK_H) >= BLOCK_H)[:, None]
+        c = tile * BLOCK_H + both
+        nope_ptr = q_nope + (first_query + c // heads).to(tl.int64) * stride_nope_t + (c % heads) * stride_nope_h
+        rope_ptr = q_rope + (first_query + c // heads).to(tl.int64) * stride_rope_t + (c % heads) * stride_rope_h
+        in_range = (c < n_queries * heads)[:, None]
+        qn = tl.load(nope_ptr[:, None] + latent[None, :], mask=in_range, other=0.0).to(tl.float32)
+        qr = tl.load(rope_ptr[:, None] + rope[None, :], mask=in_range, other=0.0).to(tl.float32)
+        grow = _power_of_two_above(tl.maximum(tl.max(tl.abs(qn), 1), tl.max(tl.abs(qr), 1)))
+        qn_both = _query_terms(qn * grow[:, None], is_low)
+        qr_both = _query_terms(qr * grow[:, None], is_low)
+        grow, _ = tl.split(tl.trans(tl.reshape(grow, (2, BLOCK_H))))
+    else:
+        in_range = valid[:, None]
+        qn = tl.load(q_nope + (token * stride_nope_t + head * stride_nope_h)[:, None] + latent[None, :], mask=in_range, other=0.0)
+        qr = tl.load(q_rope + (token * stride_rope_t + head * stride_rope_h)[:, None] + rope[None, :], mask=in_range, other=0.0)
+        # A BF16 query may lie outside FP16's range: bring each row's largest element to [128, 256).
+        qn = qn.to(tl.float32)
+        qr = qr.to(tl.float32)
+        grow = _power_of_two_above(tl.maximum(tl.max(tl.abs(qn), 1), tl.max(tl.abs(qr), 1)))
+        qn_even, qn_odd = _even_odd((qn * grow[:, None]).to(tl.float16), BLOCK_H, LATENT2)
+        qr_even, qr_odd = _even_odd((qr * grow[:, None]).to(tl.float16), BLOCK_H, ROPE2)
+    scale = score_scale / grow
+
+    latent2 = tl.arange(0, LATENT2)
+    rope2 = tl.arange(0, ROPE2)
+    step = tl.arange(0, BLOCK_N)
+    if PAGED:
+        table += request.to(tl.int64) * stride_table
+    else:
+        table += tl.load(kv_indptr + request).to(tl.int64)
+    top = tl.full((BLOCK_H,), -float("inf"), tl.float32)
+    total = tl.zeros((BLOCK_H,), tl.float32)
+    acc_even = tl.zeros((BLOCK_H, LATENT2), tl.float32)
+    acc_odd = tl.zeros((BLOCK_H, LATENT2), tl.float32)
+    # Rows are looked up a step ahead. Positions past the end repeat the last row: what masked scores weigh by zero is
+    # then a row this request owns, not one that may hold NaN.
+    position = tl.maximum(tl.minimum(begin + step, end - 1), 0)
+    row = tl.load(table + position // PAGE, mask=position < end, other=0).to(tl.uint32) * PAGE + (position % PAGE).to(tl.uint32)
+    for start in tl.range(begin, end, BLOCK_N, num_stages=STAGES):
+        base = pool + (row.to(tl.uint64) * ROW)[:, None]
+        kv = tl.load(base + latent2[None, :])
+        kr = tl.load(base + LATENT2 + rope2[None, :])
+        position = tl.minimum(start + BLOCK_N + step, end - 1)
+        row = tl.load(table + position // PAGE).to(tl.uint32) * PAGE + (position % PAGE).to(tl.uint32)
+        if FP8_SCORES:
+            # Hopper's FP8 products keep some 14 bits of a running sum: every 64 latents it moves on to FP32.
+            s = tl.dot(_e4m3(kv, BLOCK_N, LATENT2), qn_both, max_num_imprecise_acc=64)
+            s = tl.dot(_e4m3(kr, BLOCK_N, ROPE2), qr_both, s, max_num_imprecise_acc=64)
+            high, low = tl.split(tl.permute(tl.reshape(s, (BLOCK_N, 2, BLOCK_H)), (0, 2, 1)))
+            s = high + low * (1.0 / LOW_TERM)
+        else:
+            s = tl.dot(_low(kv, DECODE), qn_even)
+            s = tl.dot(_high(kv, DECODE), qn_odd, s)
+            s = tl.dot(_low(kr, DECODE), qr_even, s)
+            s = tl.dot(_high(kr, DECODE), qr_odd, s)
+        s = tl.where((start + step)[:, None] < tl.minimum(visible, end)[None, :], s * scale[None, :], -float("inf"))
+        new_top = tl.maximum(top, tl.max(s, 0))
+        # A column may have seen no key yet: -inf less -inf would be NaN.
+        safe_top = tl.where(new_top == -float("inf"), 0.0, new_top)
+        fade = tl.exp2(top - safe_top)
+        p = tl.exp2(s - safe_top[None, :])
+        total = total * fade + tl.sum(p, 0)
+        top = new_top
+        p = tl.trans(p.to(tl.float16))
+        acc_even = tl.dot(p, _low(kv, DECODE), acc_even * fade[:, None])
+        acc_odd = tl.dot(p, _high(kv, DECODE), acc_odd * fade[:, None])
+
+    seen = total > 0
+    norm = tl.where(seen, out_scale / tl.where(seen, total, 1.0), 0.0)[:, None]
+    result = tl.reshape(tl.join(acc_even * norm, acc_odd * norm), (BLOCK_H, LATENT))
+    log_sum = tl.where(seen, top + tl.log2(tl.where(seen, total, 1.0)), -float("inf"))
+    if n_splits == 1:
+        where = (token * stride_out_t + head * stride_out_h)[:, None] + latent[None, :]
+        tl.store(out + where, result.to(out.dtype.element_ty), mask=valid[:, None])
+        tl.store(lse + token * heads + head, log_sum * lse_scale, mask=valid)
+    else:
+        # Only requests in several pieces use slots: at most `slots`, as a second piece is one beyond the tiles.
+        slot = item - before + tl.sum(tl.where((requests < request) & (splits > 1), tiles * splits, 0))
+        columns = slot * BLOCK_H + tl.arange(0, BLOCK_H)
+        tl.store(partial + columns[:, None] * LATENT + latent[None, :], result)
+        tl.store(partial_lse + columns, log_sum)
+
+
+@triton.jit(do_not_specialize=["batch", "slots", "capacity"])
+def _combine(
+    kv_indptr, kv_lens, qo_indptr, out, lse, partial, partial_lse,
+    stride_out_t, stride_out_h, batch, heads, slots, capacity, lse_scale,
+    LATENT: tl.constexpr, HAS_LENS: tl.constexpr, EXTEND: tl.constexpr, BATCH: tl.constexpr,
+    BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr, CHUNK: tl.constexpr, BLOCK_S: tl.constexpr,
+):  # fmt: skip
+    """Join the pieces of one column: CHUNK latents of it. Columns in one piece are already written."""
+    requests = tl.arange(0, BATCH)
+    keys, queries = _lengths(requests, requests < batch, kv_indptr, kv_lens, qo_indptr, HAS_LENS, EXTEND)
+    tiles = tl.cdiv(queries * heads, BLOCK_H)
+    splits = _splits(keys, tiles, slots, capacity, BLOCK_N)
+    request, before = _find(tl.program_id(0), tiles, requests)
+    if request >= batch:
+        return
+    n_splits = _pick(splits, requests, request)
+    n_queries = _pick(queries, requests, request)
+    n_tiles = _pick(tiles, requests, request)
+    tile = tl.program_id(0) - before
+    column = tile * BLOCK_H + tl.program_id(1)
+    if (n_splits == 1) | (column >= n_queries * heads):
+        return
+    first_query = tl.load(qo_indptr + request).to(tl.int32) if EXTEND else request
+    slot = tile + tl.sum(tl.where((requests < request) & (splits > 1), tiles * splits, 0))
+
+    latent = tl.program_id(2) * CHUNK + tl.arange(0, CHUNK)
+    piece = tl.arange(0, BLOCK_S)
+    top = -float("inf")
+    total = 0.0
+    acc = tl.zeros((CHUNK,), tl.float32)
+    for start in tl.range(0, n_splits, BLOCK_S, num_stages=3):
+        there = start + piece < n_splits
+        rows = (slot + (start + piece) * n_tiles) * BLOCK_H + tl.program_id(1)
+        log_sum = tl.load(partial_lse + rows, mask=there, other=-float("inf"))
+        values = tl.load(partial + rows[:, None] * LATENT + latent[None, :], mask=there[:, None], other=0.0)
+        new_top = tl.maximum(top, tl.max(log_sum))
+        safe_top = tl.where(new_top == -float("inf"), 0.0, new_top)
+        fade = tl.exp2(top - safe_top)
+        weight = tl.exp2(log_sum - safe_top)
+        total = total * fade + tl.sum(weight)
+        acc = acc * fade + tl.sum(values * weight[:, None], 0)
+        top = new_top
+    seen = total > 0
+    result = tl.where(seen, acc / tl.where(seen, total, 1.0), 0.0)
+    token = (first_query + column // heads).to(tl.int64)
+    head = column % heads
+    tl.store(out + token * stride_out_t + head * stride_out_h + latent, result.to(out.dtype.element_ty))
+    if tl.program_id(2) == 0:
+        log_sum = tl.where(seen, top + tl.log2(tl.where(seen, total, 1.0)), -float("inf"))
+        tl.store(lse + token * heads + head, log_sum * lse_scale)
+
+
+def workspace_bytes(device: torch.device | str, config: Tuning | None = None) -> int:
+    """Return the size in bytes of a workspace that serves every call on `device`, whatever the batch and the lengths."""
+    default, processors = _device(torch.device(device))
+    config = config or default
+    return config.programs_per_sm * processors * config.block_heads * (LATENT + 1) * 4
+
+
+def mla_fp8(
+    query: torch.Tensor,
+    pool: torch.Tensor,
+    *,
+    sm_scale: float,
+    query_rope: torch.Tensor | None = None,
+    kv_indptr: torch.Tensor | None = None,
+    kv_indices: torch.Tensor | None = None,
+    page_table: torch.Tensor | None = None,
+    kv_lens: torch.Tensor | None = None,
+    page_size: int = 1,
+    qo_indptr: torch.Tensor | None = None,
+    causal: bool = True,
+    kv_scale: float = 1.0,
+    out: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
+    natural_lse: bool = False,
+    workspace: torch.Tensor | None = None,
+    config: Tuning | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attend to an FP8 pool with an absorbed MLA query, without copying the pool.
+
+    The keys are addressed by a CSR pair (FlashInfer's `kv_indptr`, `kv_indices`) or by a page table (FlashAttention's).
+    Nothing is read back to the host, and the launch depends on shapes alone, so the call can be captured in a CUDA graph
+    and replayed with other lengths. The byte 0x7f is NaN in e4m3; where bits are decoded by hand (before SM89) it counts
+    as 480. Rows that no request refers to never reach the result.
+
+    Args:
+        query: [T, H, 512] with `query_rope`, or [T, H, 576]; BF16 or FP16; the last dimension contiguous.
+        pool: e4m3 numbers (`float8_e4m3fn`, or the same bytes as `uint8`) of shape [rows, 576], [rows, 1, 576] or
+            [pages, page_size, 1, 576]; rows may lie further apart than 576 bytes, by an even number of bytes.
+        sm_scale: factor of the scores, for DeepSeek (128 + 64) ** -0.5.
+        query_rope: [T, H, 64], where the query comes in two.
+        kv_indptr: [B + 1] int32, where each request's entries of `kv_indices` begin.
+        kv_indices: pages of the pool, int32; rows, at page size 1.
+        page_table: [B, max_pages] int32, in place of the CSR pair.
+        kv_lens: [B] int32, tokens a request. Needed with a page table or pages of several tokens.
+        page_size: tokens a page.
+        qo_indptr: [B + 1] int32, where each request's query tokens begin. None means one each (decode).
+        causal: whether the last query token of a request stands at its last key, the one before it a key earlier, and
+            so on. Without effect in decode.
+        kv_scale: what one unit of the pool's numbers is worth. SGLang's MLA pools are unscaled: 1.0.
+        out: [T, H, 512] in the query's dtype, to write into.
+        lse: [T, H] float32, contiguous, to write into.
+        natural_lse: whether the log-sum-exp is natural (FlashAttention) rather than base 2 (FlashInfer).
+        workspace: at least `workspace_bytes(...)` bytes of `uint8`; allocated when absent.
+        config: tuning in place of the table's.
+
+    Returns:
+        `out` and `lse`. Requests without keys get zeros and minus infinity.
+
+    Raises:
+        ValueError: shapes, dtypes or the combination of arguments do not fit.
+    """
+    query, query_rope = _split_query(query, query_rope)
+    tokens, heads, _ = query.shape
+    rows = _byte_pairs(pool)
+    paged = page_table is not None
+    if paged == (kv_indices is not None) or (kv_indices is None) != (kv_indptr is None):
+        raise ValueError("pass either kv_indptr and kv_indices, or page_table")
+    if kv_lens is None and (paged or page_size != 1):
+        raise ValueError("kv_lens is needed with a page table and with pages of several tokens")
+    if paged:
+        batch = page_table.shape[0]  # type: ignore[union-attr]
+    else:
+        batch = kv_indptr.shape[0] - 1  # type: ignore[union-attr]
+    if qo_indptr is None and tokens != batch:
+        raise ValueError(f"{tokens} query tokens for {batch} requests: multi-token queries need qo_indptr")
+    out = torch.empty_like(query, memory_format=torch.contiguous_format) if out is None else out
+    lse = torch.empty(tokens, heads, dtype=torch.float32, device=query.device) if lse is None else lse
+    if out.shape != query.shape or out.stride(-1) != 1 or lse.shape != (tokens, heads) or not lse.is_contiguous():
+        raise ValueError(f"out must be {tuple(query.shape)} and lse {(tokens, heads)} and contiguous")
+    if tokens == 0 or batch == 0:
+        return out, lse
+
+    default, processors = _device(query.device)
+    config = config or default
+    slots = config.programs_per_sm * processors
+    columns = config.block_heads
+    tiles = tokens * triton.cdiv(heads, columns) if qo_indptr is None else tokens * heads // columns + batch
+    # A batch that fills the card by itself may still hold one long request: leave room to cut it up.
+    capacity = max(slots, tiles + max(slots // 4, 1))
+    size = slots * columns
+    if workspace is None:
+        workspace = torch.empty(size * (LATENT + 1) * 4, dtype=torch.uint8, device=query.device)
+    elif workspace.numel() < size * (LATENT + 1) * 4 or workspace.dtype != torch.uint8:
+        raise ValueError(f"the workspace must be uint8 with {size * (LATENT + 1) * 4} bytes or more")
+    scratch = workspace[: size * (LATENT + 1) * 4].view(torch.float32)
+    partial, partial_lse = scratch[: size * LATENT], scratch[size * LATENT :]
+
+    fp8_scores = config.fp8_scores and query.dtype == torch.bfloat16  # FP16 has 11 bits, two e4m3 terms hold 8
+    by_hand = config.decode != CONVERT.value
+    shared: dict[str, Any] = {
+        "HAS_LENS": kv_lens is not None,
+        "EXTEND": qo_indptr is not None,
+        "BATCH": max(64, triton.next_power_of_2(batch)),
+        "LATENT": LATENT,
+        "BLOCK_H": columns,
+        "BLOCK_N": config.block_tokens,
+    }
+    lse_scale = math.log(2.0) if natural_lse else 1.0
+    _attend[(capacity,)](
+        query, query_rope, rows, page_table if paged else kv_indices, kv_indptr, kv_lens, qo_indptr,
+        out, lse, partial, partial_lse,
+        *query.stride()[:2], *query_rope.stride()[:2], *out.stride()[:2], page_table.stride(0) if paged else 0,
+        batch, heads, slots, capacity,
+        sm_scale * kv_scale * LOG2E.value * (BITS_SCALE.value if by_hand and not fp8_scores else 1.0),
+        kv_scale * (BITS_SCALE.value if by_hand else 1.0), lse_scale,
+        ROPE=ROPE, ROW=rows.stride(0), PAGE=page_size, PAGED=paged, CAUSAL=causal and qo_indptr is not None,
+        STAGES=config.stages, FP8_SCORES=fp8_scores, DECODE=config.decode,
+        num_warps=config.warps, num_stages=config.stages, **shared,
+    )  # fmt: skip
+    # Enough programs for the card, each with as many latents of a column as that leaves.
+    chunk = 128 if tokens * heads < 4 * processors else LATENT
+    _combine[(tiles, columns, LATENT // chunk)](
+        kv_indptr, kv_lens, qo_indptr, out, lse, partial, partial_lse,
+        *out.stride()[:2], batch, heads, slots, capacity, lse_scale,
+        CHUNK=chunk, BLOCK_S=4096 // chunk, num_warps=4, **shared,
+    )  # fmt: skip
+    return out, lse
+
+
+def _split_query(query: torch.Tensor, rope: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    if rope is None and query.dim() == 3 and query.shape[-1] == LATENT + ROPE:
+        query, rope = query[..., :LATENT], query[..., LATENT:]
+    if query.dim() != 3 or query.shape[-1] != LATENT or rope is None or rope.shape != (*query.shape[:2], ROPE):
+        raise ValueError(f"the query must be [T, H, {LATENT}] and [T, H, {ROPE}], or [T, H, {LATENT + ROPE}]")
+    if query.dtype not in (torch.bfloat16, torch.float16) or rope.dtype != query.dtype:
+        raise ValueError(f"the query must be BF16 or FP16, not {query.dtype} and {rope.dtype}")
+    if query.stride(-1) != 1 or rope.stride(-1) != 1:
+        raise ValueError("the query's last dimension must be contiguous")
+    return query, rope
+
+
+def _byte_pairs(pool: torch.Tensor) -> torch.Tensor:
+    """View the pool as [rows, 288] 16-bit words. Views only: a pool that needs copying is refused."""
+    if pool.dtype not in (torch.float8_e4m3fn, torch.uint8) or pool.shape[-1] != LATENT + ROPE or pool.dim() > 4:
+        raise ValueError(f"the pool must be [rows, 1, {LATENT + ROPE}] e4m3 (float8_e4m3fn or uint8), not {pool.dtype}")
+    try:
+        return pool.view(-1, LATENT + ROPE).view(torch.int16)
+    except RuntimeError as error:
+        raise ValueError(f"a pool of shape {tuple(pool.shape)}, strides {pool.stride()} is not a list of rows") from error
+
+
+@lru_cache
+def _device(device: torch.device) -> tuple[Tuning, int]:
+    """The tuning and the number of multiprocessors of a device; a small card stands in for the interpreter's CPU."""
+    if device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1":
+        return Tuning(block_tokens=16, warps=4, stages=1, programs_per_sm=1, fp8_scores=False, decode=PORTABLE.value), 6
+    properties = torch.cuda.get_device_properties(device)
+    return tuning((properties.major, properties.minor)), properties.multi_processor_count

@@ -1,0 +1,75 @@
+"""Compile the kernels for an architecture without a GPU and print what they take, as JSON. Run by test_compile.py.
+
+Usage: python compile_targets.py MAJOR MINOR [bf16|fp16]. A process of its own, because the interpreter, which the other
+tests of this directory need, has to be off when the kernels' module is imported.
+"""
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from mla_diag.kernels import mla_fp8
+
+POINTERS = {"pool": "*i16", "table": "*i32", "kv_indptr": "*i32", "kv_lens": "*i32", "qo_indptr": "*i32", "lse": "*fp32",
+            "partial": "*fp32", "partial_lse": "*fp32"}  # fmt: skip
+FLOATS = ("score_scale", "out_scale", "lse_scale")
+
+
+def source(kernel, dtype, constants):
+    """The kernel with typed arguments; pointers and strides are multiples of 16, as SGLang's are."""
+    names = kernel.arg_names
+    types = {}
+    for name in names:
+        if name in constants:
+            types[name] = "constexpr"
+        elif name in ("q_nope", "q_rope", "out"):
+            types[name] = f"*{dtype}"
+        else:
+            types[name] = POINTERS.get(name, "fp32" if name in FLOATS else "i32")
+    aligned = [n for n in names if types[n][0] == "*" or n.startswith("stride_")]
+    attrs = {(names.index(n),): [["tt.divisibility", 16]] for n in aligned}
+    return ASTSource(kernel, types, {(names.index(n),): v for n, v in constants.items()}, attrs)
+
+
+def resources(compiled):
+    """Shared memory, registers and spilled bytes of a compiled kernel, from the cubin itself."""
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
+        cubin.write(compiled.asm["cubin"])
+        cubin.flush()
+        listing = subprocess.run([tool, "-res-usage", cubin.name], capture_output=True, text=True, check=True).stdout
+        sass = subprocess.run([tool, "-sass", cubin.name], capture_output=True, text=True, check=True).stdout
+    registers, stack = re.search(r"REG:(\d+) STACK:(\d+)", listing).groups()
+    opcodes = re.findall(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+ )?([A-Z0-9_]+)", sass)
+    return {
+        "shared": compiled.metadata.shared,
+        "registers": int(registers),
+        "stack": int(stack),
+        "opcodes": sorted(set(opcodes)),
+    }
+
+
+def compile_all(capability, dtype):
+    config = mla_fp8.tuning(capability)
+    target = GPUTarget("cuda", 10 * capability[0] + capability[1], 32)
+    shared = {"HAS_LENS": False, "EXTEND": False, "BATCH": 64, "LATENT": 512, "BLOCK_H": config.block_heads,
+              "BLOCK_N": config.block_tokens, "kv_lens": None, "qo_indptr": None}  # fmt: skip
+    attend = {**shared, "ROPE": 64, "ROW": 288, "PAGE": 1, "PAGED": False, "CAUSAL": False, "STAGES": config.stages,
+              "FP8_SCORES": config.fp8_scores and dtype == "bf16", "DECODE": config.decode}  # fmt: skip
+    options = {"num_warps": config.warps, "num_stages": config.stages}
+    report = {"attend": resources(triton.compile(source(mla_fp8._attend, dtype, attend), target=target, options=options))}
+    combine = {**shared, "CHUNK": 512, "BLOCK_S": 8}
+    report["combine"] = resources(triton.compile(source(mla_fp8._combine, dtype, combine), target=target, options={"num_warps": 4}))
+    return report
+
+
+if __name__ == "__main__":
+    major, minor, dtype = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3] if len(sys.argv) > 3 else "bf16"
+    json.dump(compile_all((major, minor), dtype), sys.stdout)
