@@ -4,6 +4,7 @@ Usage: python compile_targets.py MAJOR MINOR [bf16|fp16]. A process of its own, 
 tests of this directory need, has to be off when the kernels' module is imported.
 """
 
+import dataclasses
 import json
 import re
 import subprocess
@@ -11,14 +12,15 @@ import sys
 import tempfile
 from pathlib import Path
 
+import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from mla_diag.kernels import mla_fp8
 
-POINTERS = {"pool": "*i16", "table": "*i32", "kv_indptr": "*i32", "kv_lens": "*i32", "qo_indptr": "*i32", "lse": "*fp32",
-            "partial": "*fp32", "partial_lse": "*fp32"}  # fmt: skip
+INT_POINTERS = ("table", "kv_indptr", "kv_lens", "qo_indptr", "items", "groups")
+FLOAT_POINTERS = ("lse", "partial", "partial_lse")
 FLOATS = ("score_scale", "out_scale", "lse_scale")
 
 
@@ -31,8 +33,12 @@ def source(kernel, dtype, constants):
             types[name] = "constexpr"
         elif name in ("q_nope", "q_rope", "out"):
             types[name] = f"*{dtype}"
+        elif name in INT_POINTERS:
+            types[name] = "*i32"
+        elif name in FLOAT_POINTERS:
+            types[name] = "*fp32"
         else:
-            types[name] = POINTERS.get(name, "fp32" if name in FLOATS else "i32")
+            types[name] = {"pool": "*i16"}.get(name, "fp32" if name in FLOATS else "i32")
     aligned = [n for n in names if types[n][0] == "*" or n.startswith("stride_")]
     attrs = {(names.index(n),): [["tt.divisibility", 16]] for n in aligned}
     return ASTSource(kernel, types, {(names.index(n),): v for n, v in constants.items()}, attrs)
@@ -53,20 +59,34 @@ def resources(compiled):
         "registers": int(registers),
         "stack": int(stack),
         "opcodes": sorted(set(opcodes)),
+        "converts_e4m3": "F16.E4M3.UNPACK" in sass,
     }
 
 
-def compile_all(capability, dtype):
-    config = mla_fp8.tuning(capability)
+def compile_all(capability, dtype, **overrides):
+    config = mla_fp8.tuning(capability, {"bf16": torch.bfloat16, "fp16": torch.float16}[dtype])
+    config = dataclasses.replace(config, **overrides)
     target = GPUTarget("cuda", 10 * capability[0] + capability[1], 32)
-    shared = {"HAS_LENS": False, "EXTEND": False, "BATCH": 64, "LATENT": 512, "BLOCK_H": config.block_heads,
-              "BLOCK_N": config.block_tokens, "kv_lens": None, "qo_indptr": None}  # fmt: skip
-    attend = {**shared, "ROPE": 64, "ROW": 288, "PAGE": 1, "PAGED": False, "CAUSAL": False, "STAGES": config.stages,
-              "FP8_SCORES": config.fp8_scores and dtype == "bf16", "DECODE": config.decode}  # fmt: skip
-    options = {"num_warps": config.warps, "num_stages": config.stages}
-    report = {"attend": resources(triton.compile(source(mla_fp8._attend, dtype, attend), target=target, options=options))}
-    combine = {**shared, "CHUNK": 512, "BLOCK_S": 8}
-    report["combine"] = resources(triton.compile(source(mla_fp8._combine, dtype, combine), target=target, options={"num_warps": 4}))
+    decode = {"HAS_LENS": False, "EXTEND": False, "BLOCK_H": config.block_heads, "kv_lens": None, "qo_indptr": None}
+    kernels = {
+        "plan": (mla_fp8._plan, {"BATCH": 64, "BLOCK_N": config.block_tokens, "ROWS": 32}, {"num_warps": 4}),
+        "attend": (
+            mla_fp8._attend,
+            {"LATENT": 512, "ROPE": 64, "ROW": 288, "PAGE": 1, "PAGED": False, "CAUSAL": False,
+             "BLOCK_N": config.block_tokens, "STAGES": config.stages, "FP8_SCORES": config.fp8_scores,
+             "DECODE": config.decode},
+            {"num_warps": config.warps, "num_stages": config.stages},
+        ),
+        "combine": (
+            mla_fp8._combine,
+            {"LATENT": 512, "CHUNK": 512, "BLOCK_P": 8, "OVERLAP": capability >= (9, 0)},
+            {"num_warps": 4},
+        ),
+    }  # fmt: skip
+    report = {}
+    for name, (kernel, constants, options) in kernels.items():
+        constants = {k: v for k, v in {**decode, **constants}.items() if k in kernel.arg_names}
+        report[name] = resources(triton.compile(source(kernel, dtype, constants), target=target, options=options))
     return report
 
 
