@@ -47,7 +47,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class Ceilings:
-    """What the card does at best: copying device memory (bytes read and written a second) and BF16 products (FLOP/s)."""
+    """What the card does at best: bytes a second, read and written, in copies; FLOP a second in BF16 products."""
 
     bandwidth: float
     matmul: float
@@ -119,8 +119,8 @@ class Case:
         rows = csr_rows(self.indptr[: some + 1], self.indices)
         want, _ = mla_reference(query, self.pool, sm_scale=SM_SCALE, rows=rows)
         if not got.isfinite().all():
-            return torch.nan
-        return ((got[:some].double() - want).norm() / want.norm()).item()
+            return float("nan")
+        return float((got[:some].double() - want).norm() / want.norm())
 
 
 def _flashinfer(case: Case, dtype: torch.dtype, indices: torch.Tensor) -> Any:
@@ -205,7 +205,6 @@ def measure_ceilings(device: str = "cuda") -> Ceilings:
     source = torch.empty(2**31, dtype=torch.uint8, device=device).random_(0, 255)
     target = torch.empty_like(source)
     copy_ms = do_bench(lambda: target.copy_(source), return_mode="median")
-    del source, target
     square = torch.randn(8192, 8192, device=device, dtype=torch.bfloat16)
     matmul_ms = do_bench(lambda: square @ square, return_mode="median")
     return Ceilings(bandwidth=2 * 2**31 / copy_ms * 1e3, matmul=2 * 8192**3 / matmul_ms * 1e3)
@@ -252,15 +251,22 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--heads", type=int, nargs="+", default=HEADS)
     parser.add_argument("--shape", nargs="+", default=[f"{batch}x{context}" for batch, context in CASES])
+    parser.add_argument("--rep-ms", type=int, default=30, help="time spent on each measurement")
     args = parser.parse_args(argv)
     cases = [tuple(int(n) for n in text.split("x")) for text in args.shape]
     ceilings = measure_ceilings()
     print(f"copy {ceilings.bandwidth / 1e12:.2f} TB/s, bf16 matmul {ceilings.matmul / 1e12:.0f} TFLOP/s")
     rows = []
-    for row in bench_kernels([Shape(heads, *case) for heads in args.heads for case in cases], ceilings):
+    for row in bench_kernels(
+        [Shape(heads, *case) for heads in args.heads for case in cases], ceilings, rep_ms=args.rep_ms
+    ):
         rows.append(row)
         shape = f"{row.shape.heads:4d} heads {row.shape.batch:4d} x {row.shape.context:<7d}"
-        value = f"{row.us:9.1f} us  {row.us / row.roofline_us:6.2f} x roofline  error {row.error:.1e}" if row.us else row.reason
+        value = (
+            f"{row.us:9.1f} us  {row.us / row.roofline_us:6.2f} x roofline  error {row.error:.1e}"
+            if row.us
+            else row.reason
+        )
         print(f"{shape} {row.alternative:14s} {value}", flush=True)
         if args.json:
             args.json.write_text(json.dumps({"ceilings": asdict(ceilings), "rows": [asdict(row) for row in rows]}))

@@ -16,22 +16,23 @@ def mla_reference(
     query_lens: list[int] | None = None,
     causal: bool = True,
     kv_scale: float = 1.0,
+    latent: int = 512,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attend to the dequantised pool in float64.
 
     Args:
-        query: [T, H, 576], latent 512 then rope 64, any floating dtype.
+        query: [T, H, 576], latent 512 then rope 64 (or what `latent` says), any floating dtype.
         pool: [rows, 576] or [rows, 1, 576], `float8_e4m3fn` or its bytes as `uint8`.
         sm_scale: factor of the scores.
         rows: for each request, the pool rows of its keys in order (see `csr_rows` and `paged_rows`).
         query_lens: query tokens a request; one each when absent.
         causal: whether the last query token stands at the last key, the one before it a key earlier, and so on.
         kv_scale: what one unit of the pool's numbers is worth.
+        latent: width of the latent, which is also the value.
 
     Returns:
         Output [T, H, 512] and base-2 log-sum-exp [T, H], both float64. A token that sees no key gets zeros and -inf.
     """
-    latent = 512
     pool = pool.reshape(-1, pool.shape[-1]).view(torch.float8_e4m3fn)
     query = query.double()
     out = torch.zeros(*query.shape[:2], latent, dtype=torch.float64, device=query.device)

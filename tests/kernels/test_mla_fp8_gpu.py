@@ -4,13 +4,12 @@ import pytest
 import torch
 from mla_problems import SM_SCALE, problem, relative_error
 
+from mla_diag.kernels import mla_fp8 as kernel
 from mla_diag.kernels.mla_fp8 import mla_fp8, workspace_bytes
 from mla_diag.kernels.reference import csr_rows, mla_reference
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
 
-#: BF16 queries go through Hopper's FP8 tensor cores, which sum in some 14 bits; FP16 ones do not.
-TOLERANCE = {torch.bfloat16: 1.5e-3, torch.float16: 3e-4}
 RAGGED = [0, 1, 63, 64, 65, 1000, 4097, 20_000]
 
 
@@ -18,7 +17,7 @@ RAGGED = [0, 1, 63, 64, 65, 1000, 4097, 20_000]
 @pytest.mark.parametrize("heads", [1, 3, 8, 16, 17, 40, 64, 128])
 def test_heads(heads, dtype):
     case = problem(heads, RAGGED, device="cuda", dtype=dtype, seed=heads)
-    case.check(tolerance=TOLERANCE[dtype])
+    case.check(tolerance=3e-4)
 
 
 @pytest.mark.parametrize("batch", [1, 2, 16, 64, 65, 130, 264, 300, 600])
@@ -26,21 +25,21 @@ def test_batches_of_every_relation_to_the_card(batch):
     generator = torch.Generator().manual_seed(batch)
     lens = torch.randint(0, 3000, (batch,), generator=generator).tolist()
     lens[batch // 2] = 30_000
-    problem(16, lens, device="cuda", seed=batch).check(tolerance=TOLERANCE[torch.bfloat16])
+    problem(16, lens, device="cuda", seed=batch).check(tolerance=3e-4)
 
 
 @pytest.mark.parametrize("page_size", [1, 16, 64, 3])
 @pytest.mark.parametrize("query_lens", [None, [1, 4, 8, 2, 1, 100, 7, 3]])
 def test_page_tables(page_size, query_lens):
     lens = [5, 4, 63, 64, 65, 1000, 4097, 2000]
-    problem(16, lens, device="cuda", page_size=page_size, query_lens=query_lens).check(tolerance=TOLERANCE[torch.bfloat16])
+    problem(16, lens, device="cuda", page_size=page_size, query_lens=query_lens).check(tolerance=3e-4)
 
 
 @pytest.mark.parametrize("heads", [5, 16, 128])
 @pytest.mark.parametrize("causal", [True, False])
 def test_extend(heads, causal):
     case = problem(heads, [0, 7, 300, 129, 2500], device="cuda", query_lens=[0, 7, 20, 129, 64])
-    case.check(tolerance=TOLERANCE[torch.bfloat16], causal=causal)
+    case.check(tolerance=3e-4, causal=causal)
 
 
 def test_the_output_in_bf16_is_rounded_once():
@@ -53,9 +52,15 @@ def test_the_output_in_bf16_is_rounded_once():
 @pytest.mark.parametrize("spread", [1e-20, 1e-3, 30.0, 3e4])
 def test_queries_of_any_size(spread):
     """Scores from nothing to one-hot; 3e4 leaves FP16's range."""
-    case = problem(16, [1000, 3000], device="cuda", spread=spread)
-    out, _ = case.run()
-    assert relative_error(out, case.reference()[0]) < 2e-3
+    problem(16, [1000, 3000], device="cuda", spread=spread).check(tolerance=5e-4)
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (8, 9)])
+@pytest.mark.parametrize("columns", [16, 32])
+def test_the_way_of_other_cards(capability, columns):
+    """What SM80 (bits by hand) and the rest (cvt) run, on this card."""
+    config = kernel.tuning(capability, columns)
+    problem(20, RAGGED, device="cuda").check(tolerance=3e-4, config=config)
 
 
 def test_pool_past_two_gib():
@@ -81,7 +86,9 @@ def test_graph_replays_with_other_lengths():
     workspace = torch.empty(workspace_bytes("cuda"), dtype=torch.uint8, device="cuda")
 
     def step():
-        return mla_fp8(query, pool, sm_scale=SM_SCALE, kv_indptr=indptr, kv_indices=indices, out=out, workspace=workspace)
+        return mla_fp8(
+            query, pool, sm_scale=SM_SCALE, kv_indptr=indptr, kv_indices=indices, out=out, workspace=workspace
+        )
 
     step()
     graph = torch.cuda.CUDAGraph()
