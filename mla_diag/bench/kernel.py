@@ -214,8 +214,10 @@ def bench_kernels(
     shapes: Sequence[Shape],
     ceilings: Ceilings,
     alternatives: Sequence[str] = tuple(ALTERNATIVES),
+    *,
     pool_rows: int = POOL_ROWS,
     rep_ms: int = 30,
+    device: str = "cuda",
 ) -> Iterator[Row]:
     """Time the alternatives at each shape.
 
@@ -225,11 +227,12 @@ def bench_kernels(
         alternatives: keys of `ALTERNATIVES`.
         pool_rows: rows of the pool; the cast's cost is proportional to it.
         rep_ms: time spent on each measurement.
+        device: where; timing needs a GPU.
 
     Yields:
         A row an alternative and shape, as soon as it is measured. What fails here is a row with a reason.
     """
-    pool_bf16 = torch.randn(pool_rows, 1, WIDTH, device="cuda", dtype=torch.bfloat16)
+    pool_bf16 = torch.randn(pool_rows, 1, WIDTH, device=device, dtype=torch.bfloat16)
     pool = pool_bf16.to(torch.float8_e4m3fn)
     pool_bf16.copy_(pool)
     for seed, shape in enumerate(shapes):
