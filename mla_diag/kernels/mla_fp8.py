@@ -18,13 +18,13 @@ from typing import Any
 
 import torch
 import triton
-import triton.language as tl
 
 # Relative, because a copy beside SGLang's backends lies in another package.
 from .mla_fp8_triton import (
     BITS,
     BITS_SCALE,
     CONVERT,
+    EARLY_LAUNCH,
     GROUP_FIELDS,
     ITEM_FIELDS,
     PORTABLE,
@@ -226,6 +226,8 @@ def mla_fp8(
         raise ValueError("pass either kv_indptr and kv_indices, or page_table")
     if kv_lens is None and (kv_indptr is None or page_size != 1):
         raise ValueError("kv_lens is needed with a page table and with pages of several tokens")
+    if any(t is not None and t.stride(-1) != 1 for t in (table, kv_indptr, kv_lens, qo_indptr)):
+        raise ValueError("indices, tables and lengths must be contiguous")
     batch = len(kv_lens) if kv_lens is not None else len(kv_indptr) - 1  # type: ignore[arg-type]
     if qo_indptr is None and tokens != batch:
         raise ValueError(f"{tokens} query tokens for {batch} requests: multi-token queries need qo_indptr")
@@ -252,9 +254,7 @@ def mla_fp8(
     score_scale, out_scale = sm_scale * kv_scale * LOG2E * by_hand, kv_scale * by_hand
     lse_scale = math.log(2.0) if natural_lse else 1.0
     # The combining kernel may be launched while the other drains.
-    overlap = (
-        query.is_cuda and torch.cuda.get_device_capability(query.device)[0] >= 9 and hasattr(tl.extra.cuda, "gdc_wait")
-    )
+    overlap = EARLY_LAUNCH and query.is_cuda and torch.cuda.get_device_capability(query.device)[0] >= 9
     launch = {"launch_pdl": True} if overlap else {}
     shared: dict[str, Any] = {"LATENT": latent, "EXTEND": qo_indptr is not None, "BLOCK_H": config.block_heads}
     attend[(len(schedule.items),)](

@@ -25,6 +25,8 @@ CANDIDATES = tl.constexpr(32)
 # bits up by 7, which makes of e4m3 the FP16 number of a 2^8th the size: exact, subnormals included.
 PORTABLE, BITS, CONVERT = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 BITS_SCALE = 256.0
+# Triton 3.4 learnt to launch a kernel early, before the one it depends on has finished.
+EARLY_LAUNCH = hasattr(tl.extra.cuda, "gdc_wait")
 
 
 @triton.jit
@@ -329,7 +331,8 @@ def combine(
     token, head, valid = _columns(index, tl.load(group + 1), tl.load(group), qo_indptr, heads, BLOCK_H, EXTEND)
     if OVERLAP:
         # Launched early. Every program waits, also one without work: kernels after this one count on `attend` too.
-        tl.extra.cuda.gdc_wait()
+        # Triton's own name for it, gdc_wait, does not compile in 3.4.
+        tl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
     if (pieces < 2) | (valid == 0):
         return
     top = -float("inf")

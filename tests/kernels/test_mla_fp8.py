@@ -171,6 +171,7 @@ def test_nothing_to_do(device):
         ({"page_table": torch.zeros(1, 1, dtype=torch.int32)}, "either"),
         ({"kv_indices": None}, "either"),
         ({"page_size": 16}, "kv_lens"),
+        ({"kv_indices": torch.arange(6, dtype=torch.int32)[::2]}, "contiguous"),
         ({"workspace": torch.zeros(8, dtype=torch.uint8)}, "bytes or more"),
         ({"out": torch.zeros(1, 4, 510)}, "out must be"),
     ],
