@@ -1,0 +1,1 @@
+"""Before and after: attention kernels against each other and the roofline, servers against themselves."""
