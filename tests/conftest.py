@@ -1,4 +1,4 @@
-"""Where tests find recorded traces."""
+"""Where tests find recorded traces, and what they run kernels on."""
 
 from __future__ import annotations
 
@@ -9,6 +9,10 @@ import pytest
 from hypothesis import settings
 
 REPOSITORY = Path(__file__).resolve().parents[1]
+
+# Without a GPU kernels run in Triton's interpreter, which has to be chosen before anything imports them.
+if not Path("/dev/nvidiactl").exists():
+    os.environ["TRITON_INTERPRET"] = "1"
 
 # Machines that run tests are shared: a slow example is no failure.
 settings.register_profile("mla-diag", max_examples=60, deadline=None)

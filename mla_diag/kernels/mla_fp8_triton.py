@@ -1,4 +1,4 @@
-# ruff: noqa: N803, N806, PLR0915, PLR0917, RET505 (Triton: capitals for constants, flat arguments, `else` at compile time)
+# ruff: noqa: N803, N806, PLR0915, RET505 (Triton: capitals for constants, flat arguments, `else` at compile time)
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 """The Triton kernels of `mla_fp8`: plan, attend, combine.
 

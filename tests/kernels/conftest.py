@@ -1,12 +1,7 @@
-"""Where there is no GPU, the kernels run in Triton's interpreter, which has to be chosen before they are imported."""
-
-import os
+"""Kernels run on a GPU where there is one, else in Triton's interpreter (tests/conftest.py)."""
 
 import pytest
 import torch
-
-if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"
 
 
 @pytest.fixture(scope="session")
