@@ -69,6 +69,7 @@ def copies_before_attention(trace: Trace, events: Ints) -> list[AttentionCopy]:
     table = trace.device_events
     attention = np.array([is_attention(name) for name in trace.names] or [False])
     copy = np.array([is_copy(name) for name in trace.names] or [False])
+    cache: dict[tuple[int, ...], Elements | None] = {}
     found = []
     for stream in np.unique(table.stream[events]).tolist():
         on_stream = events[table.stream[events] == stream]
@@ -78,7 +79,7 @@ def copies_before_attention(trace: Trace, events: Ints) -> list[AttentionCopy]:
         is_copied = (copy[names] & kernels).tolist()
         for place in np.flatnonzero(attention[names] & kernels).tolist():
             rows = _run_before(place, is_copied)
-            sizes = [_handled(trace, row) for row in ordered[rows].tolist()]
+            sizes = [_handled(trace, row, cache) for row in ordered[rows].tolist()]
             known = [size for size in sizes if size is not None]
             if known and len(known) == len(sizes):
                 together = Elements(sum(size.most for size in known), sum(size.block for size in known))
@@ -86,10 +87,14 @@ def copies_before_attention(trace: Trace, events: Ints) -> list[AttentionCopy]:
     return found
 
 
-def _handled(trace: Trace, event: int) -> Elements | None:
+def _handled(trace: Trace, event: int, cache: dict[tuple[int, ...], Elements | None]) -> Elements | None:
+    """The elements of one launch; the same kernel is launched alike in every layer and step."""
     table = trace.device_events
-    grid, block = (extents(trace.values[column[event]]) for column in (table.grid, table.block))
-    return elements(trace.names[table.name[event]], grid, block)
+    key = tuple(int(column[event]) for column in (table.name, table.grid, table.block))
+    if key not in cache:
+        grid, block = extents(trace.values[key[1]]), extents(trace.values[key[2]])
+        cache[key] = elements(trace.names[key[0]], grid, block)
+    return cache[key]
 
 
 def _run_before(place: int, copy: Sequence[bool]) -> list[int]:

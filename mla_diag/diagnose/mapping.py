@@ -20,7 +20,7 @@ from mla_diag.diagnose.step_spans import Stage
 from mla_diag.diagnose.steps import find_steps
 from mla_diag.diagnose.traffic import Tensor, tensors
 from mla_diag.errors import UnreadableInputError
-from mla_diag.trace.columns import MISSING, Ids, Ints
+from mla_diag.trace.columns import MISSING, Ids, Ints, rows_by
 from mla_diag.trace.link import Links, Source, enclosing, innermost_sources, link
 from mla_diag.trace.model import Trace
 
@@ -118,8 +118,8 @@ def map_kernels(trace: Trace, links: Links, inside: Ints, stages: Sequence[Stage
     op = np.full(len(trace.device_events), MISSING, np.int32)
     call = np.full(len(trace.device_events), MISSING, np.int64)
     graph_events = np.flatnonzero(links.graph & (inside != MISSING))
-    for number, launch in enumerate(np.unique(links.launch[graph_events]).tolist()):
-        events = graph_events[links.launch[graph_events] == launch]
+    for number, rows in enumerate(rows_by(links.launch[graph_events]).values()):
+        events = graph_events[rows]
         events = events[np.argsort(trace.device_events.start[events], kind="stable")]
         kernels = [_kernel(trace, event) for event in events.tolist()]
         for event, found in zip(events.tolist(), _alike(kernels, stages[inside[events[0]]], reference), strict=True):

@@ -19,7 +19,7 @@ from mla_diag.diagnose.server_info import ServerInfo
 from mla_diag.diagnose.step_spans import Stage, describe_batch
 from mla_diag.diagnose.steps import Steps, busy, find_steps
 from mla_diag.errors import UnreadableInputError
-from mla_diag.trace.columns import MISSING, Ints
+from mla_diag.trace.columns import MISSING, Ints, rows_by
 from mla_diag.trace.link import Links, link
 from mla_diag.trace.model import Trace
 
@@ -120,7 +120,8 @@ def _pool(trace: Trace, steps: Steps, ranked: dict[Stage, list[RankedOp]], serve
 def _stage_report(trace: Trace, steps: Steps, stage: Stage, index: int, ops: list[Op]) -> StageReport:
     events, chosen = trace.device_events, steps.of(stage)
     count = len(chosen)
-    inside = [np.flatnonzero(steps.inside == step) for step in chosen]
+    of_step = rows_by(steps.inside)
+    inside = [of_step.get(step, np.empty(0, np.int64)) for step in chosen.tolist()]
     device = [float(events.duration[rows].sum()) / _NANOS_PER_MS for rows in inside]
     union = sum(busy(events.start[rows], events.end[rows]) for rows in inside)
     of_stage = [number for number, other in enumerate(steps.spans.stages) if other is stage]
@@ -149,10 +150,11 @@ def _wall(trace: Trace, steps: Steps, chosen: Ints) -> float:
     trace has no next; if there is none but it, its time runs to its last device event.
     """
     events = trace.device_events
+    end = events.end
     first, last = {}, {}
-    for step in np.unique(steps.inside[steps.inside != MISSING]).tolist():
-        rows = steps.inside == step
-        first[step], last[step] = int(events.start[rows].min()), int(events.end[rows].max())
+    for step, rows in rows_by(steps.inside).items():
+        if step != MISSING:
+            first[step], last[step] = int(events.start[rows].min()), int(end[rows].max())
     spans = [first[step + 1] - first[step] for step in chosen.tolist() if step in first and step + 1 in first]
     spans = spans or [last[step] - first[step] for step in chosen.tolist() if step in first]
     return float(np.median(spans)) if spans else 0.0

@@ -10,7 +10,7 @@ from enum import Enum
 
 import numpy as np
 
-from mla_diag.trace.columns import MISSING, Ids, Ints
+from mla_diag.trace.columns import MISSING, Ids, Ints, rows_by
 from mla_diag.trace.link import Links
 from mla_diag.trace.model import Spans, Trace
 
@@ -200,10 +200,12 @@ def _from_graphs(trace: Trace, links: Links) -> StepSpans | None:
     whole = graph_launches[kernels >= _WHOLE_STEP_GRAPH_KERNELS]
     if not len(whole):
         return None
-    signature = {launch: _signature(trace, links, launch) for launch in whole.tolist()}
+    events_of = rows_by(links.launch)
+    names, durations = trace.device_events.name, trace.device_events.duration
+    signature = {launch: tuple(names[events_of[launch]].tolist()) for launch in whole.tolist()}
     spent: Counter[tuple[int, ...]] = Counter()
-    for launch, names in signature.items():
-        spent[names] += int(trace.device_events.duration[links.launch == launch].sum())
+    for launch, kernels_of_graph in signature.items():
+        spent[kernels_of_graph] += int(durations[events_of[launch]].sum())
     heaviest = spent.most_common(1)[0][0]
     rows = np.array([launch for launch in whole.tolist() if signature[launch] == heaviest])
     rows = rows[np.argsort(trace.launches.start[rows], kind="stable")]
@@ -218,10 +220,6 @@ def _from_graphs(trace: Trace, links: Links) -> StepSpans | None:
         end,
         np.full(len(rows), MISSING, np.int32),
     )
-
-
-def _signature(trace: Trace, links: Links, launch: int) -> tuple[int, ...]:
-    return tuple(trace.device_events.name[links.launch == launch].tolist())
 
 
 def _whole_capture(trace: Trace) -> StepSpans:

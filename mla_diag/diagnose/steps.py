@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mla_diag.diagnose.step_spans import Stage, StepSpans, find_step_spans
-from mla_diag.trace.columns import MISSING, Ids, Ints
+from mla_diag.trace.columns import MISSING, Ids, Interner, Ints, rows_by
 from mla_diag.trace.link import Links, enclosing
 from mla_diag.trace.model import Table, Trace
 
@@ -100,8 +100,8 @@ def _complete(trace: Trace, links: Links, spans: StepSpans, inside: Ints) -> NDA
     graph_events = np.bincount(inside[links.graph & in_step], minlength=len(spans))
 
     complete = np.ones(len(spans), bool)
-    for name in set(spans.names):
-        steps = np.array([number for number, other in enumerate(spans.names) if other == name])
+    names: Interner[str] = Interner()
+    for steps in rows_by(names.ids(spans.names).astype(np.int64)).values():
         complete[steps] &= share[steps] >= _COMPLETE * share[steps].max()
         complete[steps] &= graph_events[steps] >= _COMPLETE * graph_events[steps].max()
         if trace.damage.truncated:

@@ -43,6 +43,13 @@ class Interner(dict[Key, int], Generic[Key]):
         return list(self)
 
 
+def rows_by(values: Ints) -> dict[int, Ints]:
+    """For each distinct value the rows that have it, in order; together as long as the values."""
+    order = np.argsort(values, kind="stable")
+    distinct, first = np.unique(values[order], return_index=True)
+    return dict(zip(distinct.tolist(), np.split(order, first[1:]), strict=True)) if len(values) else {}
+
+
 def nanoseconds(texts: Sequence[msgspec.Raw]) -> Ints:
     """Times as the trace writes them, in microseconds, to int64 nanoseconds; `NO_TIME` for what is no number.
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from mla_diag.trace.columns import MISSING, NO_TIME, Interner, durations, integers, nanoseconds
+from mla_diag.trace.columns import MISSING, NO_TIME, Interner, durations, integers, nanoseconds, rows_by
 
 EPOCH = 1_790_857_026_000_000  # microseconds, September 2026
 
@@ -119,3 +119,9 @@ def test_interning_numbers_values_by_first_sight():
     assert names.ids(iter(["c", "a"])).tolist() == [2, 1]
     assert names.ids([]).dtype == np.int32
     assert names.values_by_id() == ["b", "a", "c"]
+
+
+@given(st.lists(st.integers(-3, 3)))
+def test_rows_by_value(values: list[int]):
+    grouped = {value: rows.tolist() for value, rows in rows_by(np.array(values, np.int64)).items()}
+    assert grouped == {value: [n for n, other in enumerate(values) if other == value] for value in set(values)}
