@@ -119,6 +119,25 @@ def compare(
     )
 
 
+bench = typer.Typer(no_args_is_help=True, help="Measure what a change is worth: the attention kernel by itself.")
+app.add_typer(bench, name="bench")
+
+
+@bench.command("kernel")
+def bench_kernel(
+    heads: Annotated[list[int] | None, typer.Option(min=1, max=128, help="Query heads on a rank; repeat.")] = None,
+    shape: Annotated[
+        list[str] | None, typer.Option(metavar="BATCHxCONTEXT", help="Requests and tokens of each: 16x8192; repeat.")
+    ] = None,
+    output: Annotated[Path | None, typer.Option("--json", help="Write the rows to this file as well.")] = None,
+    milliseconds: Annotated[int, typer.Option("--rep-ms", min=1, help="Time spent on each measurement.")] = 30,
+) -> None:
+    """Time the attention of one layer over an FP8 pool: every alternative installed, against the roofline."""
+    from mla_diag.commands import bench as command
+
+    command.run_kernel(heads or (), shape or (), output, milliseconds)
+
+
 @app.command()
 def demo() -> None:
     """Explain recordings that come with mla-diag: a server that copies its whole KV pool, and one that does not."""

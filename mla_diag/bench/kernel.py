@@ -3,25 +3,22 @@
 Each row is one decode step of one layer, replayed from a CUDA graph: `batch` requests of `context` tokens, rows
 scattered over a pool of the size SGLang really allocates. Replays find what fits of the pool in L2, for every
 alternative alike.
-
-Usage: python -m mla_diag.bench.kernel [--json OUT] [--heads H …] [--shape BATCHxCONTEXT …]
 """
 
 from __future__ import annotations
 
-import argparse
 import inspect
-import json
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import torch
 from triton.testing import do_bench, do_bench_cudagraph
 
 from mla_diag.kernels.mla_fp8 import mla_fp8, mla_schedule, workspace_bytes
+from mla_diag.kernels.mla_fp8_sm90 import mla_fp8_sm90, unavailable
+from mla_diag.kernels.mla_fp8_sm90 import workspace_bytes as sm90_workspace_bytes
 from mla_diag.kernels.reference import csr_rows, mla_reference
 
 __all__ = ["ALTERNATIVES", "Ceilings", "Row", "Shape", "bench_kernels", "measure_ceilings"]
@@ -155,6 +152,19 @@ def _ours(case: Case) -> Step:
     return step
 
 
+def _ours_hopper(case: Case) -> Step:
+    if (reason := unavailable(case.pool.device)) is not None:
+        raise NotImplementedError(reason)
+    size = sm90_workspace_bytes(case.shape.batch, case.pool.device)
+    workspace = torch.empty(size, dtype=torch.uint8, device=case.pool.device)
+
+    def step() -> torch.Tensor:
+        return mla_fp8_sm90(case.nope, case.pool, query_rope=case.rope, kv_indptr=case.indptr, kv_indices=case.indices,
+                            sm_scale=SM_SCALE, out=case.out, workspace=workspace)[0]  # fmt: skip
+
+    return step
+
+
 def _native_fp8(case: Case) -> Step:
     wrapper = _flashinfer(case, case.pool.dtype, case.indices)
     if "ckv_scale" not in inspect.signature(wrapper.run).parameters:
@@ -196,7 +206,8 @@ ALTERNATIVES: dict[str, Callable[[Case], Step]] = {
     "gather + bf16": _gather,
     "bf16 pool": _bf16_pool,
     "native fp8": _native_fp8,
-    "mla-diag": _ours,
+    "mla-diag triton": _ours,
+    "mla-diag hopper": _ours_hopper,
 }
 
 
@@ -246,34 +257,3 @@ def bench_kernels(
             except (ImportError, NotImplementedError, RuntimeError, ValueError) as failure:
                 reason = f"{type(failure).__name__}: {failure}".splitlines()[0][:200]
             yield Row(shape, name, us, error, ceilings.roofline_us(shape), reason)
-
-
-def main(argv: Sequence[str] | None = None) -> None:
-    """Print the rows as they come; with --json, also write them."""
-    parser = argparse.ArgumentParser(prog="python -m mla_diag.bench.kernel", description=__doc__)
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--heads", type=int, nargs="+", default=HEADS)
-    parser.add_argument("--shape", nargs="+", default=[f"{batch}x{context}" for batch, context in CASES])
-    parser.add_argument("--rep-ms", type=int, default=30, help="time spent on each measurement")
-    args = parser.parse_args(argv)
-    cases = [tuple(int(n) for n in text.split("x")) for text in args.shape]
-    ceilings = measure_ceilings()
-    print(f"copy {ceilings.bandwidth / 1e12:.2f} TB/s, bf16 matmul {ceilings.matmul / 1e12:.0f} TFLOP/s")
-    rows = []
-    for row in bench_kernels(
-        [Shape(heads, *case) for heads in args.heads for case in cases], ceilings, rep_ms=args.rep_ms
-    ):
-        rows.append(row)
-        shape = f"{row.shape.heads:4d} heads {row.shape.batch:4d} x {row.shape.context:<7d}"
-        value = (
-            f"{row.us:9.1f} us  {row.us / row.roofline_us:6.2f} x roofline  error {row.error:.1e}"
-            if row.us
-            else row.reason
-        )
-        print(f"{shape} {row.alternative:14s} {value}", flush=True)
-        if args.json:
-            args.json.write_text(json.dumps({"ceilings": asdict(ceilings), "rows": [asdict(row) for row in rows]}))
-
-
-if __name__ == "__main__":
-    main()

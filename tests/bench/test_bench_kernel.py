@@ -38,7 +38,7 @@ def test_rows_are_drawn_once_where_the_pool_has_enough(case):
 
 def test_the_error_is_the_kernels(case):
     """The interpreter cuts BF16 off where hardware rounds; a step that computes something else is far away."""
-    step = ALTERNATIVES["mla-diag"](case)
+    step = ALTERNATIVES["mla-diag triton"](case)
     assert case.error(step) < 5e-3
     assert case.error(lambda: step() * 1.01) > 5e-3
 

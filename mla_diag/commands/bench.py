@@ -1,0 +1,83 @@
+"""`mla-diag bench kernel`: attention of one layer over an FP8 pool, every alternative, against the roofline."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+from rich.console import Console
+from rich.text import Text
+
+from mla_diag.commands.common import check_output
+from mla_diag.errors import UsageError
+
+if TYPE_CHECKING:
+    from mla_diag.bench.kernel import Row, Shape
+
+_ROW = "{:>5} {:>5} {:>7}  {:<15} {:>9} {:>9} {:>9}"
+
+
+def run_kernel(heads: Sequence[int], shapes: Sequence[str], output: Path | None, milliseconds: int) -> None:
+    """Time every alternative that is installed at each shape, printing rows as they come.
+
+    Args:
+        heads: Query heads on a rank; none for the ones that the documentation's tables have.
+        shapes: Requests and tokens of each, such as `16x8192`; none for the tables'.
+        output: Where the rows go as JSON as well.
+        milliseconds: Time spent on each measurement.
+
+    Raises:
+        UsageError: torch, Triton or a GPU is missing, or a shape makes no sense.
+    """
+    cases = [parse_shape(text) for text in shapes]
+    check_output(output)
+    try:
+        import torch  # noqa: PLC0415 - extras: the rest of mla-diag runs without them
+
+        from mla_diag.bench import kernel  # noqa: PLC0415
+    except ImportError as error:
+        raise UsageError(f"bench kernel needs torch and Triton ({error}); pip install 'mla-diag[gpu]'") from error
+    if not torch.cuda.is_available():
+        raise UsageError("bench kernel needs a GPU, and torch sees none here; run it where the server runs")
+    ceilings = kernel.measure_ceilings()
+    console = Console(highlight=False)
+    console.print(
+        f"{torch.cuda.get_device_name()}: copies at {ceilings.bandwidth / 1e12:.2f} TB/s, "
+        f"BF16 products at {ceilings.matmul / 1e12:.0f} TFLOP/s; a decode step of one layer:\n"
+    )
+    console.print(Text(_ROW.format("heads", "batch", "context", "", "us", "roofline", "error"), "dim"))
+    wanted = [kernel.Shape(count, *case) for count in heads or kernel.HEADS for case in cases or kernel.CASES]
+    rows = []
+    for row in kernel.bench_kernels(wanted, ceilings, rep_ms=milliseconds):
+        rows.append(row)
+        console.print(format_row(row), soft_wrap=True)
+        if output is not None:
+            fields = {"ceilings": asdict(ceilings), "rows": [asdict(entry) for entry in rows]}
+            output.write_bytes(msgspec.json.format(msgspec.json.encode(fields), indent=2))
+
+
+def parse_shape(text: str) -> tuple[int, int]:
+    """Requests and tokens of each out of `16x8192`.
+
+    Raises:
+        UsageError: It is no such thing.
+    """
+    match = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", text)
+    if match is None:
+        raise UsageError(f"--shape {text}: not BATCHxCONTEXT, such as 16x8192")
+    return int(match[1]), int(match[2])
+
+
+def format_row(row: Row) -> Text:
+    """One measurement: the time, how many times the roofline that is, and the error; or why there is none."""
+    shape: Shape = row.shape
+    if row.us is None or row.error is None:
+        figures = ("-", "", "")
+    else:
+        figures = (f"{row.us:,.1f}", f"{row.us / row.roofline_us:.2f} x", f"{row.error:.1e}")
+    line = _ROW.format(shape.heads, shape.batch, shape.context, row.alternative, *figures)
+    return Text(line if row.us is not None else f"{line.rstrip()}  {row.reason}", "" if row.us is not None else "dim")
