@@ -62,6 +62,7 @@ class Op(msgspec.Struct, frozen=True):
         bytes_per_launch: Device memory read and written by one launch, on average; None where it is not known.
         bytes_source: Where the bytes come from: `shapes`, `memcpy` (its own size), `geometry` (the launch, right to
             within a block) or `geometry-least` (the same, where the kernel does not name the type that it reads).
+        bytes_per_second: The rate at which it moved them.
         source: Where it was launched from; None without Python stacks.
     """
 
@@ -78,6 +79,7 @@ class Op(msgspec.Struct, frozen=True):
     dtypes: list[str | None] | None
     bytes_per_launch: int | None
     bytes_source: str | None
+    bytes_per_second: float | None
     source: Source | None
 
 
@@ -179,6 +181,8 @@ class TraceReport(msgspec.Struct, frozen=True):
         rank: The global rank, or None where neither the trace nor its name says.
         label: The rank's label in a merged trace.
         device: The GPU's name.
+        peak_bytes_per_second: What its memory moves by the maker's datasheet; None for a card that is not known here.
+        peak_source: That datasheet.
         events: Events in the file.
         device_ms: Device time in the whole trace.
         before_first_step_ms: Device time of what was launched before the first step.
@@ -191,6 +195,8 @@ class TraceReport(msgspec.Struct, frozen=True):
     rank: int | None
     label: str | None
     device: str | None
+    peak_bytes_per_second: float | None
+    peak_source: str | None
     events: int
     device_ms: float
     before_first_step_ms: float

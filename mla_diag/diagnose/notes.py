@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from mla_diag.diagnose.gpu import gpu_of
 from mla_diag.diagnose.mapping import Mapping
 from mla_diag.diagnose.step_spans import StepSource
 from mla_diag.diagnose.steps import Steps
@@ -74,6 +75,8 @@ def _steps(steps: Steps) -> Iterator[str]:
 def _missing_detail(trace: Trace, links: Links, mapping: Mapping | None) -> Iterator[str]:
     events = len(trace.device_events)
     replayed = int(links.graph.sum())
+    if trace.device is not None and gpu_of(trace).bandwidth is None:
+        yield f"the memory bandwidth of {trace.device} is not known here: rates are given, and not judged"
     if replayed and mapping is not None:
         named = int((mapping.op != MISSING).sum())
         yield f"--mapping names {named:,} of the {replayed:,} device events that were replayed from CUDA graphs"

@@ -79,11 +79,14 @@ def explain_trace(trace: Trace, index: int = 0, known: Known | None = None) -> T
     mapping = None
     if known.reference is not None:
         mapping = map_kernels(trace, links, steps.inside, steps.spans.stages, known.reference)
+    gpu = gpu_of(trace)
     summary = TraceReport(
         path=str(trace.path),
         rank=trace.rank,
         label=trace.label,
         device=trace.device,
+        peak_bytes_per_second=gpu.bandwidth,
+        peak_source=gpu.bandwidth_source,
         events=trace.event_count,
         device_ms=float(events.duration.sum()) / _NANOS_PER_MS,
         before_first_step_ms=milliseconds((placed == MISSING) & launched),
@@ -92,7 +95,7 @@ def explain_trace(trace: Trace, index: int = 0, known: Known | None = None) -> T
         notes=notes(trace, links, steps, mapping),
     )
     ranked = {stage: _ranked(trace, links, steps, stage, mapping) for stage in Stage if len(steps.of(stage))}
-    gpu, pool = gpu_of(trace), _pool(trace, steps, ranked, known.server)
+    pool = _pool(trace, steps, ranked, known.server)
     reports, findings = [], []
     for stage, rows in ranked.items():
         report = _stage_report(trace, steps, stage, index, [row.op for row in rows])

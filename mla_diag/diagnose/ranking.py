@@ -16,6 +16,7 @@ from mla_diag.trace.link import Links
 from mla_diag.trace.model import DeviceKind, Trace
 
 _NANOS_PER_MS = 1e6
+_NANOS_PER_SECOND = 1e9
 
 
 class RankedOp(NamedTuple):
@@ -108,6 +109,7 @@ def _op(trace: Trace, links: Links, row: _Row, steps: int, total: int, mapping: 
         dtypes=None if by.inputs is None else [tensor.dtype for tensor in by.inputs],
         bytes_per_launch=None if moved is None else round(moved / launches),
         bytes_source=moved_source,
+        bytes_per_second=None if moved is None or not spent else moved / (spent / _NANOS_PER_SECOND),
         source=None if by.source is None else Source(*by.source),
     )
 

@@ -18,6 +18,8 @@ _GAP = 2
 # On a wide terminal the three text columns share what the figures leave; what an op is needs the most.
 _COLUMN_SHARES = (0.38, 0.30, 0.32)
 _STRIPPED_DIRECTORIES = ("sglang/srt/layers/", "sglang/srt/", "sglang/")
+# Below this an op is over before its rate says anything of the memory.
+_RATED_BYTES = 1_000_000
 _HEADINGS = ("op and kernel", "shapes and types", "launched from")
 
 
@@ -98,20 +100,34 @@ def _what(op: Op) -> str:
 
 
 def _inputs(op: Op) -> str:
-    """Shapes and types, or where no op has recorded them, the launch geometry that stands for them."""
-    moved = "" if op.bytes_per_launch is None else f"{size(op.bytes_per_launch)} "
+    """Shapes and types, or where no op has recorded them, the launch geometry that stands for them; then the bytes."""
     if not op.shapes or not op.dtypes:
         use = op.kernels[0]
-        geometry = f"grid {_extents(use.grid)} block {_extents(use.block)}" if use.grid and use.block else ""
-        return moved + geometry
-    if len(set(op.dtypes)) == 1:
-        kinds = op.dtypes[0] or "?"
+        what = f"grid {_extents(use.grid)} block {_extents(use.block)}" if use.grid and use.block else ""
     else:
-        kinds = (" from " if op.op == "aten::copy_" else " ").join(kind or "?" for kind in op.dtypes[:4])
-    shapes = [f"[{','.join(map(str, shape))}]" for shape in op.shapes]
-    if len(set(shapes)) == 1:
-        shapes = shapes[:1]
-    return f"{moved}{' '.join(shapes[:4])}{' …' if len(shapes) > 4 else ''} {kinds}"
+        what = f"{_shapes(op.shapes)} {_types(op)}"
+    return ", ".join(filter(None, (what, _traffic(op))))
+
+
+def _shapes(shapes: list[list[int]]) -> str:
+    texts = [f"[{','.join(map(str, shape))}]" for shape in shapes]
+    if len(set(texts)) == 1:
+        texts = texts[:1]
+    return " ".join(texts[:4]) + (" …" if len(texts) > 4 else "")
+
+
+def _types(op: Op) -> str:
+    kinds = op.dtypes or []
+    if len(set(kinds)) == 1:
+        return kinds[0] or "?"
+    return (" from " if op.op == "aten::copy_" else " ").join(kind or "?" for kind in kinds[:4])
+
+
+def _traffic(op: Op) -> str:
+    if op.bytes_per_launch is None:
+        return ""
+    rated = op.bytes_per_second is not None and op.bytes_per_launch >= _RATED_BYTES
+    return size(op.bytes_per_launch) + (f" at {(op.bytes_per_second or 0) / 1e9:,.0f} GB/s" if rated else "")
 
 
 def _where(op: Op) -> str:

@@ -42,7 +42,7 @@ def test_the_worst_op_shows_its_cost_shape_and_line(diagnosis: Diagnosis, width:
 
 
 def test_a_pipe_gets_one_whole_line_an_op(diagnosis: Diagnosis):
-    (row,) = [line for line in printed(diagnosis, None) if "aten::copy_" in line and "856.3 MB" in line]
+    (row,) = [line for line in printed(diagnosis, None) if "aten::copy_" in line and "856.3 MB at 987 GB/s" in line]
     assert row.split()[:3] == ["67.65", "92.1%", "78"]
     assert row.endswith("attention/flashinfer_mla_backend.py:616 forward_decode")
     assert "…" not in row
