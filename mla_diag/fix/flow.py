@@ -77,6 +77,11 @@ def functions_returning_pool(functions: Sequence[cst.FunctionDef], parents: Pare
         sources |= passing
 
 
+def mentions_pool(content: bytes) -> bool:
+    """Whether a file can have to do with the pool at all; much faster than reading it."""
+    return any(name.encode() in content for name in (*SOURCES, *SOURCE_ATTRIBUTES))
+
+
 def walk(node: cst.CSTNode) -> Iterator[cst.CSTNode]:
     """The node and all below it, in the order of the text."""
     yield node

@@ -15,7 +15,7 @@ from pathlib import Path
 from urllib.parse import unquote, urlparse
 
 from mla_diag.errors import UsageError
-from mla_diag.fix.sites import mentions_pool
+from mla_diag.fix.flow import mentions_pool
 
 # Below an installation's root, where attention backends live.
 _BACKENDS = ("srt/layers/attention", "srt/hardware_backend")
@@ -70,7 +70,7 @@ class Installation:
     def backends(self) -> list[Path]:
         """The attention backends that mention the KV pool, in the order of their paths."""
         found = [path for directory in _BACKENDS for path in (self.root / directory).rglob("*.py")]
-        return sorted(path for path in found if mentions_pool(path.read_bytes()))
+        return sorted(path for path in found if "attention" in path.parts and mentions_pool(path.read_bytes()))
 
 
 @dataclass(frozen=True)

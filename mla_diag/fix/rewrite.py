@@ -12,6 +12,7 @@ from typing import TypeAlias
 
 import libcst as cst
 
+from mla_diag.fix.flow import called_name
 from mla_diag.fix.sites import DISPATCH, BackendFile, Kind, PlanCall, Site
 
 _Change: TypeAlias = Callable[[cst.CSTNode], "cst.CSTNode | cst.FlattenSentinel[cst.BaseStatement]"]
@@ -37,14 +38,16 @@ def rewrite(file: BackendFile) -> bytes:
     changes: dict[cst.CSTNode, _Change] = {}
     for site in file.sites:
         changes[site.call] = _routed_cast(site)
-    for call in file.runs:
-        changes[call] = _routed_run if _is_run(call) else _routed_attention
+    for call in file.pool_calls:
+        name = called_name(call)
+        if name in _ROUTED:
+            changes[call] = _ROUTED[name]
     if any(site.kind is Kind.CSR for site in file.sites):
         for plan in file.plans:
             changes[plan.call] = _routed_plan(plan)
         for statement in _dtype_statements(file):
             changes[statement] = _with_kv_dtype
-    module = file.module.visit(_Rewriter(changes))
+    module = file.source.module.visit(_Rewriter(changes))
     assert isinstance(module, cst.Module)
     return _with_import(module).bytes
 
@@ -94,6 +97,9 @@ def _routed_attention(node: cst.CSTNode) -> cst.CSTNode:
     return _with_first(node, node.func).with_changes(func=_dispatch("flash_attn_with_kvcache"))
 
 
+_ROUTED: dict[str | None, _Change] = {"run": _routed_run, "flash_attn_with_kvcache": _routed_attention}
+
+
 def _routed_plan(plan: PlanCall) -> _Change:
     """`wrapper.plan(…)` becomes `dispatch.plan(wrapper, …)` with the pool's dtype."""
     position = plan.call.args.index(plan.kv_dtype)
@@ -118,7 +124,7 @@ def _routed_plan(plan: PlanCall) -> _Change:
 def _dtype_statements(file: BackendFile) -> set[cst.SimpleStatementLine]:
     """The statements after which an updater can keep the pool's dtype: where it took the dtype its plans give."""
     return {
-        file.dtype_attributes[plan.updater, file.module.code_for_node(plan.kv_dtype.value)]
+        file.dtype_attributes[plan.updater, file.source.code(plan.kv_dtype.value)]
         for plan in file.plans
         if plan.updater is not None
     }
@@ -146,10 +152,6 @@ def _with_import(module: cst.Module) -> cst.Module:
 
 def _dispatch(function: str) -> cst.BaseExpression:
     return cst.parse_expression(f"{DISPATCH}.{function}")
-
-
-def _is_run(call: cst.Call) -> bool:
-    return isinstance(call.func, cst.Attribute) and call.func.attr.value == "run"
 
 
 def _with_first(call: cst.Call, value: cst.BaseExpression) -> cst.Call:
