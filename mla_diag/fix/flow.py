@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import libcst as cst
 
@@ -25,8 +25,17 @@ _QUESTIONS = frozenset(
 )
 
 Parents: TypeAlias = Mapping[cst.CSTNode, cst.CSTNode]
-# What each name holds at one point of a function: the source of the pool in it, or None for anything else.
-_Names: TypeAlias = dict[str, str | None]
+
+
+class _Held(NamedTuple):
+    """The pool in a name or an expression: what handed it out, and whether it may be as it came, never cast."""
+
+    source: str
+    raw: bool
+
+
+# What each name holds at one point of a function; None is anything but the pool.
+_Names: TypeAlias = dict[str, _Held | None]
 
 
 @dataclass
@@ -35,12 +44,13 @@ class PoolFlow:
 
     Attributes:
         casts: calls that convert the pool, or a view of it, to another dtype, with what handed the pool out.
-        consumers: other calls that are given the pool.
+        consumers: other calls that are given the pool, with whether it may reach them uncast.
         escapes: where the pool leaves by another way (returned, stored, put in a container).
+        returned: whether one of the escapes is a return.
     """
 
     casts: dict[cst.Call, str] = field(default_factory=dict)
-    consumers: list[cst.Call] = field(default_factory=list)
+    consumers: dict[cst.Call, bool] = field(default_factory=dict)
     escapes: list[cst.CSTNode] = field(default_factory=list)
     returned: bool = False
 
@@ -56,14 +66,14 @@ def pool_flow(function: cst.FunctionDef, parents: Parents, sources: frozenset[st
     pools = _Pools(sources)
     pools.suite(function.body, {})
     flow = PoolFlow()
-    for node, source in pools.found.items():
-        if isinstance(node, cst.Call) and pools.casts.get(node):
-            flow.casts[node] = source
+    for node, held in pools.found.items():
+        if isinstance(node, cst.Call) and node in pools.casts:
+            flow.casts[node] = held.source
         parent = parents[node]
         # Of `pool.view(...)` and `paged_view(pool)` the pool's parent is part of a call that is the pool again.
         whole = parents[parent] if isinstance(parent, cst.Attribute | cst.Arg) else parent
         if parent not in pools.found and whole not in pools.found:
-            _end(node, parent, parents, flow)
+            _end(node, held.raw, parents, flow)
     return flow
 
 
@@ -104,8 +114,8 @@ class _Pools:
 
     def __init__(self, sources: frozenset[str]) -> None:
         self._sources = sources
-        self.found: dict[cst.CSTNode, str] = {}
-        self.casts: dict[cst.Call, bool] = {}
+        self.found: dict[cst.CSTNode, _Held] = {}
+        self.casts: set[cst.Call] = set()
 
     def suite(self, suite: cst.BaseSuite, names: _Names) -> _Names | None:
         """Names after the statements; None if they end in a return or raise."""
@@ -167,7 +177,7 @@ class _Pools:
 
     def _bind(self, target: cst.BaseExpression, value: cst.BaseExpression | None, names: _Names) -> None:
         if isinstance(target, cst.Name):
-            names[target.value] = None if value is None else self._source(value, names)
+            names[target.value] = None if value is None else self._held(value, names)
         elif isinstance(target, cst.Tuple):
             values: list[cst.BaseExpression | None] = [None] * len(target.elements)
             if isinstance(value, cst.Tuple) and len(value.elements) == len(values):
@@ -177,33 +187,34 @@ class _Pools:
             for element, one in zip(target.elements, values, strict=True):
                 after = dict(before)
                 self._bind(element.value, one, after)
-                names.update({name: source for name, source in after.items() if before.get(name, "") != source})
+                names.update({name: held for name, held in after.items() if name not in before or before[name] != held})
 
     def _expression(self, expression: cst.CSTNode, names: _Names) -> None:
         for node in walk(expression):
             if isinstance(node, cst.NamedExpr):
                 self._bind(node.target, node.value, names)
-            if isinstance(node, cst.BaseExpression):
-                source = self._source(node, names)
-                if source is not None:
-                    self.found[node] = source
-                if isinstance(node, cst.Call):
-                    operand = self._cast_operand(node, names)
-                    self.casts[node] = self.casts.get(node, False) or operand is not None
+            if not isinstance(node, cst.BaseExpression):
+                continue
+            held = _either(self._held(node, names), self.found.get(node))
+            if held is not None:
+                self.found[node] = held
+            if isinstance(node, cst.Call) and self._cast_operand(node, names) is not None:
+                self.casts.add(node)
 
-    def _source(self, node: cst.CSTNode, names: _Names) -> str | None:
-        """What hands out the pool that `node` evaluates to, or None if it is something else."""
+    def _held(self, node: cst.CSTNode, names: _Names) -> _Held | None:
+        """The pool that `node` evaluates to, or None if it is something else."""
         if isinstance(node, cst.Name):
             return names.get(node.value)
-        for part in self._carriers(node, names):
-            source = self._source(part, names)
-            if source is not None:
-                return source
         if isinstance(node, cst.Attribute) and node.attr.value in SOURCE_ATTRIBUTES:
-            return node.attr.value
-        if isinstance(node, cst.Call) and called_name(node) in self._sources:
-            return called_name(node)
-        return None
+            return _Held(node.attr.value, raw=True)
+        name = called_name(node) if isinstance(node, cst.Call) else None
+        if name in self._sources:
+            return _Held(name or "", raw=True)
+        held = None
+        for part in self._carriers(node, names):
+            held = _either(held, self._held(part, names))
+        converts = isinstance(node, cst.Call) and (self._cast_operand(node, names) is not None or _is_dispatch(name))
+        return held._replace(raw=False) if held is not None and converts else held
 
     def _carriers(self, node: cst.CSTNode, names: _Names) -> tuple[cst.BaseExpression, ...]:
         """The parts of an expression that are the pool if the expression is."""
@@ -232,7 +243,7 @@ class _Pools:
         if isinstance(call.func, cst.Attribute) and name in _VIEWS:
             return (call.func.value,)
         # SGLang's `paged_view(cache, page_size)`, and the dispatch of a file that is fixed.
-        passes_on = name.endswith("view") or name.startswith("kv_for_")
+        passes_on = name.endswith("view") or _is_dispatch(name)
         return (call.args[0].value,) if call.args and passes_on else ()
 
     def _cast_operand(self, call: cst.Call, names: _Names) -> cst.BaseExpression | None:
@@ -240,21 +251,32 @@ class _Pools:
         if not isinstance(call.func, cst.Attribute) or call.func.attr.value not in _CASTS:
             return None
         operands = (call.func.value, *(arg.value for arg in call.args[:1]))
-        return next((operand for operand in operands if self._source(operand, names) is not None), None)
+        return next((operand for operand in operands if self._held(operand, names) is not None), None)
 
 
 def _join(one: _Names | None, other: _Names | None) -> _Names | None:
     if one is None or other is None:
         return other if one is None else one
-    return {name: one.get(name) or other.get(name) for name in one.keys() | other.keys()}
+    return {name: _either(one.get(name), other.get(name)) for name in one.keys() | other.keys()}
 
 
-def _end(node: cst.CSTNode, parent: cst.CSTNode, parents: Parents, flow: PoolFlow) -> None:
+def _either(one: _Held | None, other: _Held | None) -> _Held | None:
+    if one is None or other is None:
+        return one or other
+    return _Held(one.source, one.raw or other.raw)
+
+
+def _is_dispatch(name: str | None) -> bool:
+    return name is not None and name.startswith("kv_for_")
+
+
+def _end(node: cst.CSTNode, raw: bool, parents: Parents, flow: PoolFlow) -> None:
     """Record where the pool goes from `node`, whose parent is not the pool itself."""
+    parent = parents[node]
     if isinstance(parent, cst.Arg):
         call = parents[parent]
-        if isinstance(call, cst.Call) and call not in flow.consumers:
-            flow.consumers.append(call)
+        if isinstance(call, cst.Call):
+            flow.consumers[call] = raw or flow.consumers.get(call, False)
         return
     if isinstance(parent, cst.Return):
         flow.returned = True

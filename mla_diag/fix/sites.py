@@ -150,13 +150,11 @@ class _Reader:
         for function in functions:
             flow = pool_flow(function, self._source.parents, hand_out)
             pool_calls += flow.consumers
+            uncast += [call for call, raw in flow.consumers.items() if raw and _is_attention(call)]
             if flow.casts:
                 sites += self._sites(function, flow)
                 for node in flow.escapes:
                     self._problem(node, "the pool leaves the function here, to where its dtype cannot be followed")
-            else:
-                attention = (call for call in flow.consumers if _is_wrapper_run(call) or _is_flash_attention(call))
-                uncast += [call for call in attention if not is_routed(call)]
         plans = self._plans()
         attributes = self._dtype_attributes(plans)
         if sites:
@@ -168,7 +166,7 @@ class _Reader:
         return BackendFile(self._source, tuple(sites), tuple(pool_calls), plans, attributes, problem)
 
     def _sites(self, function: cst.FunctionDef, flow: PoolFlow) -> list[Site]:
-        kind = self._kind(function, flow.consumers)
+        kind = self._kind(function, list(flow.consumers))
         wrapper = self._wrapper(function, flow) if kind is Kind.CSR else None
         sites = []
         for call, pool in flow.casts.items():
@@ -193,7 +191,7 @@ class _Reader:
         if consumers and all(_is_flash_attention(call) for call in consumers):
             return Kind.PAGE_TABLE
         for call in consumers:
-            if not _is_wrapper_run(call) and not _is_flash_attention(call):
+            if not _is_attention(call):
                 self._problem(call, f"{called_name(call) or 'this call'}() is given the pool and is not known")
         self._problem(function, "the pool that is cast here reaches no attention call that is known")
         return Kind.OTHER
@@ -285,6 +283,10 @@ def _argument(call: cst.Call, position: int, *keywords: str) -> cst.Arg | None:
     if len(call.args) > position and all(arg.keyword is None and not arg.star for arg in call.args[: position + 1]):
         return call.args[position]
     return None
+
+
+def _is_attention(call: cst.Call) -> bool:
+    return not is_routed(call) and (_is_wrapper_run(call) or _is_flash_attention(call))
 
 
 def _is_wrapper_run(call: cst.Call) -> bool:

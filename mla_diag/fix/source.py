@@ -36,7 +36,7 @@ class Source:
         """
         try:
             wrapper = MetadataWrapper(cst.parse_module(content), unsafe_skip_copy=True)
-        except (cst.ParserSyntaxError, UnicodeDecodeError) as error:
+        except (cst.ParserSyntaxError, SyntaxError, UnicodeDecodeError) as error:
             raise ValueError(f"{path}: not readable as Python: {str(error).splitlines()[0]}") from error
         if wrapper.module.bytes != content:
             raise ValueError(f"{path}: its syntax tree does not write back to the same bytes")

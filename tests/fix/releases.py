@@ -31,10 +31,8 @@ _UNPACKED = re.compile(
     r"sglang/(_?version\.py|srt/(layers/attention|hardware_backend)/.*\.py|srt/model_executor/model_runner\.py)"
     r"|sglang-[^/]*\.dist-info/METADATA"
 )
-_COLUMNS = (
-    ("release", "FlashInfer", "flashinfer: sites", "plans", "fa3: sites", "applied", "compiled", "verified", "reverted")
-    + ("left alone",)
-)  # fmt: skip
+_COLUMNS = ("release", "FlashInfer", "flashinfer: sites", "plans", "fa3: sites")
+_COLUMNS += ("applied", "compiled", "verified", "reverted", "left alone")
 _HEADER = """\
 # SGLang releases that `mla-diag fix` knows
 
@@ -49,7 +47,7 @@ FlashInfer is the version that the release pins. Its FP8 MLA, strategy `native`,
 """
 
 
-class Unreachable(Exception):
+class UnreachableError(Exception):
     """The package index does not answer."""
 
 
@@ -83,12 +81,12 @@ def releases(first: str, last: str) -> list[str]:
     """Released versions of SGLang, oldest first.
 
     Raises:
-        Unreachable: the index does not list them.
+        UnreachableError: the index does not list them.
     """
     answer = _pip("index", "versions", "sglang")
     listed = re.search(r"Available versions: (.+)", answer)
     if listed is None:
-        raise Unreachable("pip index versions sglang: no list of versions")
+        raise UnreachableError("pip index versions sglang: no list of versions")
     versions = sorted(map(Version, listed[1].split(", ")))
     return [str(version) for version in versions if Version(first) <= version <= Version(last)]
 
@@ -97,7 +95,7 @@ def check(release: str, wheels: Path) -> Outcome:
     """Fix, verify and revert one release.
 
     Raises:
-        Unreachable: its wheel cannot be had.
+        UnreachableError: its wheel cannot be had.
     """
     with tempfile.TemporaryDirectory() as directory:
         site = Path(directory)
@@ -135,7 +133,7 @@ def _pip(*arguments: str) -> str:
     command = [sys.executable, "-m", "pip", "--disable-pip-version-check", *arguments]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
-        raise Unreachable(f"pip {' '.join(arguments[:2])}: {(done.stderr.strip().splitlines() or ['failed'])[-1]}")
+        raise UnreachableError(f"pip {' '.join(arguments[:2])}: {(done.stderr.strip().splitlines() or ['failed'])[-1]}")
     return done.stdout
 
 
