@@ -395,7 +395,9 @@ def _joined(latent: torch.Tensor, rope: torch.Tensor) -> torch.Tensor:
     """The rows that both are views of, without a copy: [..., 512] and [..., 64] to [..., 576]."""
     width = latent.shape[-1] + rope.shape[-1]
     adjacent = rope.data_ptr() == latent.data_ptr() + latent.shape[-1] * latent.element_size()
-    if not adjacent or latent.stride() != rope.stride():
+    # The stride of a dimension of one says nothing, and views give it any value.
+    dimensions = zip(latent.shape, latent.stride(), rope.stride(), strict=True)
+    if not adjacent or any(size > 1 and one != other for size, one, other in list(dimensions)[:-1]):
         raise ValueError("the latent and rope parts of the KV pool are not views of the same rows")
     return latent.as_strided((*latent.shape[:-1], width), latent.stride())
 
