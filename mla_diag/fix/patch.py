@@ -40,7 +40,7 @@ class Patch:
             name = (Path("sglang") / change.path).as_posix()
             if change.before is None:
                 lines = len(change.after.splitlines())
-                yield f"+++ {name} (new, {lines} lines)\n"
+                yield f"new file {name}, {lines} lines\n"
                 continue
             before, after = (text.decode("utf-8", "replace").splitlines(True) for text in (change.before, change.after))
             yield from difflib.unified_diff(before, after, f"a/{name}", f"b/{name}", n=2)

@@ -34,7 +34,7 @@ def test_dry_run_touches_nothing(installation: Installation) -> None:
     patch = plan_patch(installation, Strategy.AUTO)
     text = "".join(patch.diff())
     assert "+from . import mla_fp8_dispatch\n" in text
-    assert f"+++ sglang/{DISPATCH} (new" in text
+    assert f"new file sglang/{DISPATCH}, " in text
     assert contents(installation.root) == before
 
 
