@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from functools import cache
 from typing import NamedTuple, TypeAlias
 
 import libcst as cst
@@ -93,10 +94,26 @@ def mentions_pool(content: bytes) -> bool:
 
 
 def walk(node: cst.CSTNode) -> Iterator[cst.CSTNode]:
-    """The node and all below it, in the order of the text."""
+    """The node and all below it, parents first and statements in order; without layout and comments."""
     yield node
-    for child in node.children:
+    for child in children(node):
         yield from walk(child)
+
+
+def children(node: cst.CSTNode) -> Iterator[cst.CSTNode]:
+    """The nodes right below one, without layout and comments; LibCST's own `children` runs a visitor for each node."""
+    for name in _fields(type(node)):
+        value = getattr(node, name)
+        if isinstance(value, cst.CSTNode):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from value
+
+
+@cache
+def _fields(kind: type[cst.CSTNode]) -> tuple[str, ...]:
+    layout = ("whitespace", "lines", "header", "footer", "lpar", "rpar", "lbracket", "rbracket", "comma", "semicolon")
+    return tuple(field.name for field in fields(kind) if not any(word in field.name for word in layout))
 
 
 def called_name(call: cst.Call) -> str | None:

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import libcst as cst
-from libcst.metadata import CodeRange, MetadataWrapper, ParentNodeProvider, PositionProvider
+from libcst.metadata import CodeRange, MetadataWrapper, PositionProvider
 
-from mla_diag.fix.flow import walk
+from mla_diag.fix.flow import children, walk
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,8 @@ class Source:
             raise ValueError(f"{path}: not readable as Python: {str(error).splitlines()[0]}") from error
         if wrapper.module.bytes != content:
             raise ValueError(f"{path}: its syntax tree does not write back to the same bytes")
-        return cls(path, wrapper.module, wrapper.resolve(ParentNodeProvider), wrapper.resolve(PositionProvider))
+        parents = {child: node for node in walk(wrapper.module) for child in children(node)}
+        return cls(path, wrapper.module, parents, wrapper.resolve(PositionProvider))
 
     def parts_below_srt(self) -> tuple[str, ...]:
         """The path's parts below SGLang's `srt`: where SGLang is installed says nothing about a file."""
