@@ -83,6 +83,7 @@ def plan(
         device_kv_indptr: [B + 1] int32 on the device, where the plan's own `kv_indptr` is a host copy (graph replay).
         **options: see `args`.
     """
+    wrapper.mla_fp8_schedule = None
     if planner is not None or "plan" in vars(wrapper):
         # SGLang's fast plans replay a captured graph: the capture's plan has settled dtype and strategy for good.
         if planner is not None:
@@ -169,26 +170,43 @@ def run(
         return wrapper.run(q_nope, q_rope, ckv, kpe, **options)
     if _planned(wrapper).strategy == "native":
         return wrapper.run(q_nope, q_rope, ckv, kpe, ckv_scale=1.0, kpe_scale=1.0, **options)
-    kernel = _kernel()
-    assert kernel is not None, "kv_for_wrapper passes FP8 on only to strategies that read it"
     unknown = sorted(name for name in options.keys() - {"out", "return_lse"} if options[name] is not None)
     if unknown:
         pool = _cast(_joined(ckv, kpe), q_nope.dtype, f"kernel: it has no {', '.join(unknown)}")
         return wrapper.run(q_nope, q_rope, pool[..., :_LATENT], pool[..., _LATENT:], **options)
-    qo_indptr, kv_indptr = wrapper._qo_indptr_buf, wrapper._kv_indptr_buf
+    kv_indptr = wrapper._kv_indptr_buf
     one_each = not wrapper._causal and q_nope.shape[0] == kv_indptr.shape[0] - 1
-    out, lse = kernel(
+    qo_indptr = None if one_each else wrapper._qo_indptr_buf
+    out, lse = _kernel().mla_fp8(
         q_nope,
         _joined(ckv, kpe),
         query_rope=q_rope,
         sm_scale=wrapper._sm_scale,
         kv_indptr=kv_indptr,
         kv_indices=wrapper._kv_indices_buf,
-        qo_indptr=None if one_each else qo_indptr,
+        qo_indptr=qo_indptr,
         causal=wrapper._causal,
         out=options.get("out"),
+        schedule=_schedule(wrapper, q_nope, kv_indptr, qo_indptr),
     )
     return (out, lse) if options.get("return_lse") else out
+
+
+def _schedule(wrapper: Any, q: torch.Tensor, kv_indptr: torch.Tensor, qo_indptr: torch.Tensor | None) -> Any:
+    """Who does what in a step, worked out on the device by its first layer and shared by the others.
+
+    A captured graph must hold the working out, or its replays would go by the lengths of the capture. So what was made
+    in the eager runs that warm a capture up does not serve the capture, and each plan begins anew.
+    """
+    if not q.shape[0]:
+        return None
+    capturing = q.is_cuda and torch.cuda.is_current_stream_capturing()
+    made = wrapper.mla_fp8_schedule
+    if made is None or made[0] != (capturing, q.shape[:2]):
+        tokens = None if qo_indptr is None else q.shape[0]
+        schedule = _kernel().mla_schedule(q.shape[1], kv_indptr=kv_indptr, qo_indptr=qo_indptr, tokens=tokens)
+        made = wrapper.mla_fp8_schedule = ((capturing, q.shape[:2]), schedule)
+    return made[1]
 
 
 def kv_for_page_table(pool: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -238,10 +256,8 @@ def flash_attn_with_kvcache(
 
 
 def _attend_kernel(q: torch.Tensor, pool: torch.Tensor, options: dict[str, Any]) -> Any:
-    kernel = _kernel()
-    assert kernel is not None, "_paged_strategy names the kernel only where there is one"
     one_each = options.get("max_seqlen_q") == 1 and q.shape[0] == options["cache_seqlens"].shape[0]
-    out, lse = kernel(
+    out, lse = _kernel().mla_fp8(
         options["qv"],
         pool,
         query_rope=q,
@@ -364,12 +380,12 @@ def _kernel_refusal(
 
 
 @cache
-def _kernel() -> Callable[..., tuple[torch.Tensor, torch.Tensor]] | None:
+def _kernel() -> Any:
+    """The kernel's module; None where it is missing or does not import, for want of Triton."""
     try:
-        module = importlib.import_module(".mla_fp8", __package__)
+        return importlib.import_module(".mla_fp8", __package__)
     except ImportError:
         return None
-    return getattr(module, "mla_fp8", None)
 
 
 def _strategies() -> tuple[str, ...]:

@@ -383,3 +383,20 @@ def test_kernel_replays_with_the_new_lengths(sglang: Any) -> None:
     out = backend.forward_decode(replayed.q, None, None, LAYER, replayed)
     for one, other in zip(shipped, out, strict=True):
         torch.testing.assert_close(one.float(), other.float(), atol=2e-2, rtol=2e-2)
+
+
+@interpreted
+def test_layers_of_a_step_share_a_schedule_and_the_next_step_does_not(sglang: Any) -> None:
+    patched, pool = sglang("kernel"), pool_of()
+    backend = patched.flashinfer_mla_backend.FlashInferMLAAttnBackend(runner(pool), patched.reference.Wrapper)
+    batch = csr_batch([7, 12])
+    wrapper = backend.capture(batch, graph_buffers(2))
+    made = []
+    for _ in range(2):
+        backend.forward_decode(batch.q, None, None, LAYER, batch)
+        made.append(wrapper.mla_fp8_schedule[1])
+    backend.replay(wrapper, batch)
+    backend.forward_decode(batch.q, None, None, LAYER, batch)
+    made.append(wrapper.mla_fp8_schedule[1])
+    assert made[0] is made[1]
+    assert made[1] is not made[2]
