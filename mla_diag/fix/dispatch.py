@@ -47,6 +47,12 @@ _PLAN_ARGUMENTS = (
     "kv_data_type",
     "use_profiler",
 )
+# What the kernel takes of FlashAttention's call, what is checked apart, and what only tells FlashAttention how to work.
+_FLASH_NEEDED = frozenset({"qv", "page_table", "cache_seqlens", "cu_seqlens_q", "softmax_scale"})
+_FLASH_HARMLESS = frozenset(
+    {"causal", "return_softmax_lse", "softcap", "window_size", "max_seqlen_q", "cu_seqlens_k_new"}
+    | {"num_splits", "ver", "scheduler_metadata", "pack_gqa", "sm_margin"}
+)
 _log = logging.getLogger(__name__)
 
 
@@ -273,17 +279,16 @@ def _attend_kernel(q: torch.Tensor, pool: torch.Tensor, options: dict[str, Any])
 
 
 def _call_refusal(options: dict[str, Any]) -> str | None:
-    """What the kernel has no counterpart for in this call of FlashAttention."""
-    needed = ("qv", "page_table", "cache_seqlens", "cu_seqlens_q", "softmax_scale")
-    missing = [name for name in needed if options.get(name) is None]
+    """What the kernel has no counterpart for in this call of FlashAttention; what is new there counts as such."""
+    missing = [name for name in _FLASH_NEEDED if options.get(name) is None]
     if missing:
         return f"the call has no {', '.join(missing)}"
     if options.get("softcap"):
         return "it has no logit cap"
     if tuple(options.get("window_size", (-1, -1))) != (-1, -1):
         return "it has no sliding window"
-    extra = ("k", "v", "sinks", "score_mod", "k_descale", "v_descale", "q_descale", "cache_batch_idx", "out")
-    unknown = [name for name in extra if options.get(name) is not None]
+    others = options.keys() - _FLASH_NEEDED - _FLASH_HARMLESS
+    unknown = sorted(name for name in others if options[name] is not None and options[name] is not False)
     return f"it has no {', '.join(unknown)}" if unknown else None
 
 

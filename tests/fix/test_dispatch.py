@@ -334,6 +334,27 @@ def test_native_leaves_the_page_table_backend_to_the_cast(sglang: Any, caplog: p
     assert "FlashAttention has no kernel for an FP8 pool" in caplog.text
 
 
+CALL = {"qv": 1, "page_table": 1, "cache_seqlens": 1, "cu_seqlens_q": 1, "softmax_scale": 1.0, "causal": True}
+REFUSED = {
+    "a logit cap": ({"softcap": 30.0}, "no logit cap"),
+    "a sliding window": ({"window_size": (128, 0)}, "no sliding window"),
+    "sinks": ({"sinks": torch.ones(1)}, "no sinks"),
+    "what a later release adds": ({"rel_bias": torch.ones(1)}, "no rel_bias"),
+    "no page table": ({"page_table": None}, "the call has no page_table"),
+}
+
+
+@pytest.mark.parametrize(("options", "why"), REFUSED.values(), ids=REFUSED.keys())
+def test_kernel_refuses_a_call_with(sglang: Any, options: dict[str, Any], why: str) -> None:
+    assert why in sglang("auto").mla_fp8_dispatch._call_refusal(CALL | options)
+
+
+def test_kernel_takes_the_call_that_sglang_makes(sglang: Any) -> None:
+    options = {"softcap": 0.0, "window_size": (-1, -1), "k_descale": None, "v_descale": None, "num_splits": 0, "ver": 3}
+    options |= {"cu_seqlens_k_new": torch.ones(1), "max_seqlen_q": 1, "return_softmax_lse": True}
+    assert sglang("auto").mla_fp8_dispatch._call_refusal(CALL | options) is None
+
+
 def test_parts_of_different_rows_are_not_joined(sglang: Any) -> None:
     dispatch, pool = sglang("gather").mla_fp8_dispatch, pool_of()
     joined = dispatch._joined(pool[..., :512], pool[..., 512:])
