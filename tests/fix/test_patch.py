@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import shutil
+import subprocess
+import sys
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -43,6 +46,27 @@ def test_second_apply_changes_nothing(installation: Installation) -> None:
     once = contents(installation.root)
     assert apply(installation, Strategy.AUTO) is None
     assert contents(installation.root) == once
+
+
+def test_two_applies_at_once_leave_one_fix(installation: Installation) -> None:
+    program = f"""
+        import sys
+        from pathlib import Path
+        from mla_diag.fix.journal import JournalError
+        from mla_diag.fix.locate import find_installation
+        from mla_diag.fix.patch import apply
+        from mla_diag.fix.strategy import Strategy
+        try:
+            apply(find_installation(Path({str(installation.root)!r})), Strategy.AUTO)
+        except JournalError as error:
+            sys.exit(str(error))
+    """
+    command = [sys.executable, "-c", textwrap.dedent(program)]
+    both = [subprocess.Popen(command, stderr=subprocess.PIPE, text=True) for _ in range(2)]
+    said = [process.communicate()[1] for process in both]
+    assert any(process.returncode == 0 for process in both)
+    assert all(text == "" or "another mla-diag fix is at work here" in text for text in said)
+    assert verify(installation).holds
 
 
 def test_another_strategy_replaces_the_first(installation: Installation) -> None:
