@@ -2,7 +2,8 @@
 
 `mla-diag fix --apply` copies this file beside SGLang's attention backends, so a patched SGLang needs torch and nothing
 of mla-diag. A strategy runs where it can, and elsewhere the expression that SGLang shipped, `pool.to(q.dtype)`, with
-one warning that says why. `MLA_FP8_STRATEGY=cast` in the server's environment turns the fix off.
+one warning that says why. `MLA_FP8_STRATEGY=cast` in the server's environment turns the fix off. It keeps to what
+Python 3.9 has, for SGLang before 0.5.1.
 
   kernel   `mla_fp8.py` beside this file reads the pool as it lies; decode, extend, CUDA graphs, both backends
   native   FlashInfer's FP8 MLA on Hopper (flashinfer-ai/flashinfer#3694); the flashinfer backend only
@@ -98,9 +99,9 @@ def plan(
             wrapper.plan(*args, **options)
         if device_kv_indptr is not None and _planned(wrapper).strategy == "kernel":
             # They plan from host copies and leave the captured buffer as the capture filled it.
-            wrapper._kv_indptr_buf.copy_(device_kv_indptr, non_blocking=True)
+            wrapper._kv_indptr_buf[: len(device_kv_indptr)].copy_(device_kv_indptr, non_blocking=True)
         return
-    call = dict(zip(_PLAN_ARGUMENTS, args, strict=False)) | options
+    call = {_PLAN_ARGUMENTS[place]: arg for place, arg in enumerate(args)} | options
     pool_dtype, call["kv_data_type"] = call["kv_data_type"], call["q_data_type"]
     wrapper.mla_fp8_plan = _plan_for(wrapper, pool_dtype, call)
 
@@ -417,8 +418,8 @@ def _joined(latent: torch.Tensor, rope: torch.Tensor) -> torch.Tensor:
     width = latent.shape[-1] + rope.shape[-1]
     adjacent = rope.data_ptr() == latent.data_ptr() + latent.shape[-1] * latent.element_size()
     # The stride of a dimension of one says nothing, and views give it any value.
-    dimensions = zip(latent.shape, latent.stride(), rope.stride(), strict=True)
-    if not adjacent or any(size > 1 and one != other for size, one, other in list(dimensions)[:-1]):
+    dimensions = [dimension for dimension in range(latent.dim()) if latent.shape[dimension] > 1]
+    if not adjacent or any(latent.stride(dimension) != rope.stride(dimension) for dimension in dimensions):
         raise ValueError("the latent and rope parts of the KV pool are not views of the same rows")
     return latent.as_strided((*latent.shape[:-1], width), latent.stride())
 

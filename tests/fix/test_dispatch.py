@@ -6,6 +6,7 @@ attention in float32 with the interfaces and the dtype checks of FlashInfer and 
 
 from __future__ import annotations
 
+import ast
 import importlib
 import logging
 import os
@@ -421,3 +422,11 @@ def test_layers_of_a_step_share_a_schedule_and_the_next_step_does_not(sglang: An
     made.append(wrapper.mla_fp8_schedule[1])
     assert made[0] is made[1]
     assert made[1] is not made[2]
+
+
+def test_dispatch_keeps_to_python_3_9() -> None:
+    # SGLang before 0.5.1 may run on it, and the file is copied there.
+    path = Path(__file__).parents[2] / "mla_diag" / "fix" / "dispatch.py"
+    tree = ast.parse(path.read_text(), feature_version=(3, 9))
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    assert not [node for node in calls if any(keyword.arg == "strict" for keyword in node.keywords)]
