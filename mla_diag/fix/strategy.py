@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -35,8 +36,22 @@ class Outlook:
 
 
 def kernel_files() -> list[Path]:
-    """The files of mla-diag's kernel, which are copied beside the backends; none where it comes without."""
-    return sorted((Path(__file__).parents[1] / "kernels").glob("mla_fp8*.py"))
+    """The files of mla-diag's kernel, to be copied beside the backends: mla_fp8.py and what it imports beside itself.
+
+    None where this mla-diag comes without its kernel.
+    """
+    directory = Path(__file__).parents[1] / "kernels"
+    found: dict[str, Path] = {}
+    pending = ["mla_fp8"]
+    while pending:
+        name = pending.pop()
+        path = directory / f"{name}.py"
+        if name in found or not path.exists():
+            continue
+        found[name] = path
+        imports = (node for node in ast.walk(ast.parse(path.read_bytes())) if isinstance(node, ast.ImportFrom))
+        pending += [node.module for node in imports if node.level == 1 and node.module is not None]
+    return list(found.values())
 
 
 def outlooks(gpu: Gpu | None, flashinfer: FlashInfer | None) -> list[Outlook]:

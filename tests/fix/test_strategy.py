@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 from pathlib import Path
 
 import pytest
 
 from mla_diag.errors import UsageError
+from mla_diag.fix import dispatch
 from mla_diag.fix.locate import FlashInfer, Gpu
 from mla_diag.fix.strategy import Strategy, check, kernel_files, outlooks
 
@@ -38,6 +40,21 @@ def test_native(gpu: Gpu | None, flashinfer: FlashInfer | None, works: bool | No
 def test_kernel(gpu: Gpu | None, works: bool | None) -> None:
     kernel = next(way for way in outlooks(gpu, None) if way.strategy is Strategy.KERNEL)
     assert kernel.works is works
+
+
+@pytest.mark.skipif(not kernel_files(), reason="this checkout has no kernel")
+def test_what_is_copied_needs_nothing_of_mla_diag() -> None:
+    names = [path.name for path in kernel_files()]
+    assert names[0] == "mla_fp8.py"
+    for path in (*kernel_files(), Path(dispatch.__file__)):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and node.level == 1:
+                assert f"{node.module}.py" in names
+            elif isinstance(node, ast.Import | ast.ImportFrom):
+                modules = (
+                    [node.module or ""] if isinstance(node, ast.ImportFrom) else [each.name for each in node.names]
+                )
+                assert not any(module.startswith("mla_diag") for module in modules)
 
 
 def test_gather_says_what_it_cannot() -> None:
