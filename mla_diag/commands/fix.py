@@ -78,10 +78,11 @@ def run(
 
 def _dry_run(installation: Installation, strategy: Strategy, ways: list[Outlook], console: Console) -> None:
     record = Journal(installation.root).record()
+    if record is not None and record.state != "applied":
+        console.print("\na fix was cut off here: --apply or --revert undoes it first")
+        return
     if record is not None:
-        console.print(
-            f"\nfix {record.state} here already, strategy {record.strategy}: --verify proves it, --revert ends it"
-        )
+        console.print(f"\nfixed already, strategy {record.strategy}: --verify proves it, --revert ends it")
         return
     planned = patch.plan_patch(installation, strategy)
     if not planned.files:

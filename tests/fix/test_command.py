@@ -64,7 +64,7 @@ def test_apply_verify_revert(installation: Installation) -> None:
     assert "FAIL" not in proof
     assert "self.kv_data_type = model_runner.kv_cache_dtype" in proof
     assert "no cast of the whole pool remains" in proof
-    assert "fix applied here already, strategy auto" in run(installation)
+    assert "fixed already, strategy auto: --verify proves it" in run(installation)
     assert "flashinfer_mla_backend.py: as it was" in run(installation, revert=True)
     assert contents(installation.root) == before
 
@@ -84,6 +84,18 @@ def test_unknown_code_exits_with_5_and_touches_nothing(installation: Installatio
         ) as raised:
             run(installation, apply=apply)
         assert raised.value.exit_code == 5
+    assert contents(installation.root) == before
+
+
+def test_fix_that_was_cut_off_is_said_and_undone(installation: Installation) -> None:
+    before = contents(installation.root)
+    run(installation, apply=True)
+    journal = installation.root / ".mla-diag" / "journal.json"
+    journal.write_text(journal.read_text().replace('"applied"', '"applying"'))
+    assert "a fix was cut off here" in run(installation)
+    with pytest.raises(fix.NotFixedError):
+        run(installation, verify=True)
+    assert "a fix that was cut off has been undone" in run(installation, revert=True)
     assert contents(installation.root) == before
 
 
