@@ -79,7 +79,7 @@ def pool_flow(function: cst.FunctionDef, parents: Parents, sources: frozenset[st
 
 
 def functions_returning_pool(functions: Sequence[cst.FunctionDef], parents: Parents) -> frozenset[str]:
-    """SOURCES and those of `functions` that pass a pool on, so that a cast of a helper's result is seen too."""
+    """SOURCES and those of `functions` that pass a pool on, so that a cast of their result is seen too."""
     sources = SOURCES
     while True:
         passing = {each.name.value for each in functions if pool_flow(each, parents, sources).returned}

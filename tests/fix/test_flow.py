@@ -11,8 +11,8 @@ from mla_diag.fix.flow import PoolFlow, functions_returning_pool, pool_flow
 from mla_diag.fix.source import Source
 
 
-def flow_of(body: str, helpers: str = "") -> PoolFlow:
-    text = f"{helpers}\ndef forward(self, q, k_rope, layer, rows, batch):\n{textwrap.indent(body, '    ')}\n"
+def flow_of(body: str, before: str = "") -> PoolFlow:
+    text = f"{before}\ndef forward(self, q, k_rope, layer, rows, batch):\n{textwrap.indent(body, '    ')}\n"
     source = Source.parse(Path("backend.py"), text.encode())
     functions = source.outer_functions()
     return pool_flow(functions[-1], source.parents, functions_returning_pool(functions, source.parents))
@@ -48,9 +48,9 @@ def test_cast_of_the_pool_is_found(body: str) -> None:
     assert len(flow_of(body).casts) == 1
 
 
-def test_cast_of_what_a_helper_returns_is_found() -> None:
-    helper = "def latent(self, layer):\n    return self.pool.get_key_buffer(layer)[:, :, :512]\n"
-    assert len(flow_of("x = self.latent(0).to(q.dtype)", helper).casts) == 1
+def test_cast_of_what_another_function_returns_is_found() -> None:
+    latent = "def latent(self, layer):\n    return self.pool.get_key_buffer(layer)[:, :, :512]\n"
+    assert len(flow_of("x = self.latent(0).to(q.dtype)", latent).casts) == 1
 
 
 OTHERS = {
