@@ -33,3 +33,9 @@ class UnreadableInputError(MlaDiagError):
     """An input is missing, empty, damaged from its first byte on, or not a profiler trace."""
 
     exit_code = 3
+
+
+class UnknownCodeError(MlaDiagError):
+    """A source file is not what a rewrite of it was made for; nothing has been touched."""
+
+    exit_code = 5

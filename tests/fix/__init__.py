@@ -1,0 +1,1 @@
+"""Tests of the fix: finding, rewriting, journaling and running it."""

@@ -1,0 +1,180 @@
+"""A fix of an installation as a whole."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from mla_diag.errors import UnknownCodeError
+from mla_diag.fix.journal import Journal, JournalError
+from mla_diag.fix.locate import Installation
+from mla_diag.fix.patch import apply, plan_patch, revert
+from mla_diag.fix.strategy import Strategy
+from mla_diag.fix.verify import verify
+from tests.fix.conftest import CSR, DATA, PAGE_TABLE, contents, edit
+
+DISPATCH = "srt/layers/attention/mla_fp8_dispatch.py"
+
+
+def test_apply_verify_revert(installation: Installation) -> None:
+    before = contents(installation.root)
+    patch = apply(installation, Strategy.GATHER)
+    assert patch is not None
+    assert {str(change.path) for change in patch.changes} >= {CSR, PAGE_TABLE, DISPATCH}
+    assert b'\nSTRATEGY = "gather"\n' in (installation.root / DISPATCH).read_bytes()
+    assert verify(installation).holds
+    revert(installation)
+    assert contents(installation.root) == before
+
+
+def test_dry_run_touches_nothing(installation: Installation) -> None:
+    before = contents(installation.root)
+    patch = plan_patch(installation, Strategy.AUTO)
+    text = "".join(patch.diff())
+    assert "+from . import mla_fp8_dispatch\n" in text
+    assert f"new file sglang/{DISPATCH}, " in text
+    assert contents(installation.root) == before
+
+
+def test_second_apply_changes_nothing(installation: Installation) -> None:
+    apply(installation, Strategy.AUTO)
+    once = contents(installation.root)
+    assert apply(installation, Strategy.AUTO) is None
+    assert contents(installation.root) == once
+
+
+def test_two_applies_at_once_leave_one_fix(installation: Installation) -> None:
+    program = f"""
+        import sys
+        from pathlib import Path
+        from mla_diag.fix.journal import JournalError
+        from mla_diag.fix.locate import find_installation
+        from mla_diag.fix.patch import apply
+        from mla_diag.fix.strategy import Strategy
+        try:
+            apply(find_installation(Path({str(installation.root)!r})), Strategy.AUTO)
+        except JournalError as error:
+            sys.exit(str(error))
+    """
+    command = [sys.executable, "-c", textwrap.dedent(program)]
+    both = [subprocess.Popen(command, stderr=subprocess.PIPE, text=True) for _ in range(2)]
+    said = [process.communicate()[1] for process in both]
+    assert any(process.returncode == 0 for process in both)
+    assert all(text == "" or "another mla-diag fix is at work here" in text for text in said)
+    assert verify(installation).holds
+
+
+def test_another_strategy_replaces_the_first(installation: Installation) -> None:
+    before = contents(installation.root)
+    apply(installation, Strategy.AUTO)
+    apply(installation, Strategy.NATIVE)
+    assert b'\nSTRATEGY = "native"\n' in (installation.root / DISPATCH).read_bytes()
+    revert(installation)
+    assert contents(installation.root) == before
+
+
+def test_half_changed_file_stops_all(installation: Installation) -> None:
+    edit(
+        installation.root,
+        CSR,
+        "get_key_buffer(layer.layer_id).to(q.dtype)\n        if",
+        "get_key_buffer(layer.layer_id)\n        if",
+    )
+    before = contents(installation.root)
+    with pytest.raises(UnknownCodeError, match=rf"{CSR}:\d+: .*nothing has been touched"):
+        apply(installation, Strategy.AUTO)
+    assert contents(installation.root) == before
+
+
+def test_fix_without_a_journal_stops_all(installation: Installation) -> None:
+    apply(installation, Strategy.AUTO)
+    shutil.rmtree(installation.root / ".mla-diag")
+    with pytest.raises(UnknownCodeError, match="carries a fix that no journal accounts for; reinstall SGLang"):
+        apply(installation, Strategy.AUTO)
+
+
+def test_half_of_a_fix_without_a_journal_stops_all(installation: Installation) -> None:
+    apply(installation, Strategy.AUTO)
+    shutil.rmtree(installation.root / ".mla-diag")
+    shutil.copy(DATA / Path(CSR).name, installation.root / CSR)
+    before = contents(installation.root)
+    with pytest.raises(UnknownCodeError):
+        apply(installation, Strategy.AUTO)
+    assert contents(installation.root) == before
+
+
+def test_sglang_installed_over_a_fix_is_fixed_anew(installation: Installation) -> None:
+    apply(installation, Strategy.AUTO)
+    for name in (CSR, PAGE_TABLE):
+        (installation.root / name).unlink()
+        shutil.copy(DATA / Path(name).name, installation.root / name)
+    assert apply(installation, Strategy.AUTO) is not None
+    assert verify(installation).holds
+
+
+def test_edited_fix_is_not_overwritten(installation: Installation) -> None:
+    apply(installation, Strategy.AUTO)
+    edit(installation.root, CSR, "# The whole pool, every layer, every step.", "# Mine.")
+    before = contents(installation.root)
+    for again in (lambda: apply(installation, Strategy.GATHER), lambda: revert(installation)):
+        with pytest.raises(JournalError, match="changed"):
+            again()
+    assert contents(installation.root) == before
+    assert not verify(installation).holds
+
+
+def test_sglang_that_casts_nothing_has_nothing_to_fix(installation: Installation) -> None:
+    for name in (CSR, PAGE_TABLE):
+        (installation.root / name).unlink()
+    patch = apply(installation, Strategy.AUTO)
+    assert patch is not None
+    assert not patch.changes
+    assert Journal(installation.root).record() is None
+
+
+def test_runner_without_a_kv_dtype_stops_all(installation: Installation) -> None:
+    edit(installation.root, "srt/model_executor/model_runner.py", "self.kv_cache_dtype", "self.pool_dtype")
+    with pytest.raises(UnknownCodeError, match="keeps no kv_cache_dtype"):
+        apply(installation, Strategy.AUTO)
+
+
+def test_file_in_the_dispatchs_place_is_not_overwritten(installation: Installation) -> None:
+    (installation.root / DISPATCH).write_text("mine = True\n")
+    with pytest.raises(UnknownCodeError, match=r"mla_fp8_dispatch\.py: is there already"):
+        apply(installation, Strategy.AUTO)
+
+
+def test_backend_of_other_hardware_stops_nothing(installation: Installation) -> None:
+    other = installation.root / "srt" / "layers" / "attention" / "xpu_backend.py"
+    shutil.copy(DATA / Path(PAGE_TABLE).name, other)
+    before = other.read_bytes()
+    apply(installation, Strategy.AUTO)
+    assert other.read_bytes() == before
+    proof = verify(installation)
+    assert proof.holds
+    assert [line.partition(" ")[2].partition(":")[0] for line in proof.uncovered] == [
+        "FlashAttentionBackend.forward_extend",
+        "FlashAttentionBackend.forward_decode",
+    ]
+
+
+def test_verify_of_an_unfixed_sglang_names_what_is_wrong(installation: Installation) -> None:
+    proof = verify(installation)
+    assert not proof.holds
+    wrong = [verdict.verdict for verdict in proof.verdicts if verdict.holds is False]
+    assert wrong.count("casts the whole pool") == 5
+    assert wrong.count("planned with the model's dtype for the pool") == 4
+    ragged = [verdict for verdict in proof.verdicts if "begin_forward" in verdict.code]
+    assert [verdict.holds for verdict in ragged] == [None]
+
+
+def test_verify_sees_a_cast_put_back_behind_the_dispatch(installation: Installation) -> None:
+    apply(installation, Strategy.AUTO)
+    edit(installation.root, CSR, "q.dtype, decode_wrapper\n        )", "q.dtype, decode_wrapper\n        ).to(q.dtype)")
+    wrong = [verdict.verdict for verdict in verify(installation).verdicts if verdict.holds is False]
+    assert "casts the whole pool" in wrong
