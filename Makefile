@@ -1,9 +1,10 @@
 # Every target sets up what it needs in .venv, so `make demo` and `make test` work on a machine with Python 3.10 or newer.
 PYTHON ?= python3
+PYTEST ?= -m "not network"
 BIN := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint format bench traces-check clean
+.PHONY: help demo test lint format bench releases traces-check clean
 
 help: ## Show this help
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -11,7 +12,7 @@ help: ## Show this help
 demo: .venv/run.stamp ## Explain bundled recordings: where an MLA decode step's time goes, and what the fix saves
 	@$(BIN)/mla-diag demo
 
-test: .venv/dev.stamp ## Run the tests; those marked gpu need a GPU: make test PYTEST="-m gpu"
+test: .venv/dev.stamp ## Run the tests that need neither a GPU nor a package index: see CONTRIBUTING.md
 	$(BIN)/python -m pytest $(PYTEST)
 
 lint: .venv/dev.stamp ## Check style, types and that each room imports only from those below
@@ -26,6 +27,9 @@ format: .venv/dev.stamp ## Format the code
 
 bench: .venv/dev.stamp ## Time the trace reader against json.load, in turns
 	$(BIN)/python tests/bench_reader.py
+
+releases: .venv/dev.stamp ## Try the fix on every real SGLang release and write docs/compatibility.md
+	$(BIN)/python tests/fix/releases.py --output docs/compatibility.md
 
 traces-check: .venv/dev.stamp ## Hold every recording to its manifest, as CI does with recorded traces
 	$(BIN)/python traces/check.py

@@ -119,6 +119,34 @@ def compare(
     )
 
 
+@app.command()
+def fix(
+    apply: Annotated[bool, typer.Option("--apply", help="Change the files; all of them or none.")] = False,
+    revert: Annotated[bool, typer.Option("--revert", help="Put the originals back, byte for byte.")] = False,
+    verify: Annotated[
+        bool, typer.Option("--verify", help="Print the dtype map and prove that no whole-pool cast remains.")
+    ] = False,
+    strategy: Annotated[str, typer.Option(help="auto, kernel, native or gather.")] = "auto",
+    sglang: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="SGLang's package, a site-packages, a venv, a checkout, a container's mount."),
+    ] = None,
+) -> None:
+    """Show, apply, prove or revert the fix of an installed SGLang's whole-pool casts; shows it unless told more.
+
+    Exits with 0, with 1 if --verify fails or files cannot be changed, 2 for wrong options, 5 for unknown code.
+    """
+    from mla_diag.commands import fix as command
+
+    command.run(
+        apply=apply,
+        revert=revert,
+        verify=verify,
+        strategy=command.parse_strategy(strategy),
+        sglang=sglang,
+    )
+
+
 bench = typer.Typer(no_args_is_help=True, help="Measure what a change is worth: the attention kernel by itself.")
 app.add_typer(bench, name="bench")
 

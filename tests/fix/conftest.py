@@ -14,13 +14,6 @@ CSR = "srt/layers/attention/flashinfer_mla_backend.py"
 PAGE_TABLE = "srt/layers/attention/flashattention_backend.py"
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    """Name the marker of tests that ask a package index."""
-    config.addinivalue_line(
-        "markers", "network: asks a package index; skips with the reason where it cannot be reached"
-    )
-
-
 def install(directory: Path) -> Path:
     """Put the installation's files into a site-packages and return its root."""
     attention = directory / "sglang" / "srt" / "layers" / "attention"
