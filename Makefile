@@ -29,7 +29,8 @@ bench: .venv/dev.stamp ## Time the trace reader against json.load, in turns
 	$(BIN)/python tests/bench_reader.py
 
 releases: .venv/dev.stamp ## Try the fix on every real SGLang release and write docs/compatibility.md
-	$(BIN)/python tests/fix/releases.py --output docs/compatibility.md
+	$(BIN)/python tests/fix/releases.py --output docs/compatibility.md \
+		--known-sites mla_diag/diagnose/known_sites.json
 
 traces-check: .venv/dev.stamp ## Hold every recording to its manifest, as CI does with recorded traces
 	$(BIN)/python traces/check.py

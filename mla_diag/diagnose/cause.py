@@ -1,17 +1,22 @@
 """Where a finding comes from when the trace has no stack: the functions of a release that are known to do it.
 
-The kernels around a copy tell the attention backend, the stage tells the function. The line is known for releases whose
-sources have been read (sglang#35291 names the sites).
+The kernels around a copy tell the attention backend, the stage tells the function, the server's release tells the line:
+that of the cast (sglang#35291), which `make releases` reads from the sources of every release.
 """
 
 from __future__ import annotations
 
 import re
+from functools import lru_cache
+from pathlib import Path
+
+import msgspec
 
 from mla_diag.diagnose.diagnosis import Cause
 from mla_diag.diagnose.server_info import ServerInfo
 from mla_diag.diagnose.step_spans import Stage
 
+_KNOWN_SITES = Path(__file__).with_name("known_sites.json")
 _ATTENTION_DIRECTORY = "sglang/srt/layers/attention/"
 # The kernel that reads the copy, the backend that launches it.
 _BACKENDS = (
@@ -37,4 +42,15 @@ def infer_pool_copy_cause(attention_kernel: str, stage: Stage, server: ServerInf
     function = _FUNCTIONS.get(stage)
     if file is None or function is None:
         return None
-    return Cause(_ATTENTION_DIRECTORY + file, None, function, inferred=True)
+    release = None if server is None else server.version
+    return Cause(_ATTENTION_DIRECTORY + file, known_line(release, file, function), function, inferred=True)
+
+
+def known_line(release: str | None, file: str, function: str) -> int | None:
+    """The line of the cast in a method of a backend file of some release; None where it is not known."""
+    return _known_sites().get(release or "", {}).get(file, {}).get(function)
+
+
+@lru_cache(maxsize=1)
+def _known_sites() -> dict[str, dict[str, dict[str, int]]]:
+    return msgspec.json.decode(_KNOWN_SITES.read_bytes(), type=dict[str, dict[str, dict[str, int]]])

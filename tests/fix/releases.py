@@ -1,15 +1,18 @@
 """Runs the fix over the real wheels of SGLang and writes docs/compatibility.md.
 
     python tests/fix/releases.py [--wheels DIR] [--from 0.4.6.post5] [--to 0.5.23] [--output docs/compatibility.md]
+                                 [--known-sites mla_diag/diagnose/known_sites.json]
 
 A wheel is downloaded without its dependencies and only its attention backends are unpacked. Each is fixed, compiled,
-verified and reverted; a release that cannot be is listed with the reason, and the script then exits with 1.
+verified and reverted; a release that cannot be is listed with the reason, and the script then exits with 1. The lines
+of the casts found on the way are what `explain` names where a trace has no stacks.
 """
 
 from __future__ import annotations
 
 import argparse
 import hashlib
+import json
 import re
 import subprocess
 import sys
@@ -75,6 +78,15 @@ class Outcome:
         )
         cells = (self.release, self.flashinfer, counts[Kind.CSR], plans, counts[Kind.PAGE_TABLE], *done)
         return f"| {' | '.join(map(str, cells))} | {', '.join(self.left_alone)} |"
+
+    def known_sites(self) -> dict[str, dict[str, int]]:
+        """For each backend the line of the cast in each of its methods."""
+        sites: dict[str, dict[str, int]] = {}
+        for file in self.patch.files if self.patch else ():
+            for site in file.sites if file.problem is None else ():
+                if site.pool == "get_key_buffer":
+                    sites.setdefault(file.path.name, {})[site.function.rpartition(".")[2]] = site.line
+        return sites
 
 
 def releases(first: str, last: str) -> list[str]:
@@ -153,6 +165,7 @@ def main() -> int:
     parser.add_argument("--from", dest="first", default="0.4.6.post5")
     parser.add_argument("--to", dest="last", default="0.5.23")
     parser.add_argument("--output", type=Path, help="write the table here; else print it")
+    parser.add_argument("--known-sites", type=Path, help="write the casts' lines here")
     options = parser.parse_args()
     outcomes = []
     with tempfile.TemporaryDirectory() as temporary:
@@ -160,6 +173,10 @@ def main() -> int:
         for release in releases(options.first, options.last):
             outcomes.append(check(release, wheels))
             print(outcomes[-1].row(), file=sys.stderr, flush=True)
+    if options.known_sites is not None:
+        known = {outcome.release: outcome.known_sites() for outcome in outcomes}
+        rows = ",\n".join(f"{json.dumps(release)}: {json.dumps(sites)}" for release, sites in known.items())
+        options.known_sites.write_text(f"{{\n{rows}\n}}\n", encoding="utf-8")
     lines = [f"| {' | '.join(_COLUMNS)} |", "|---" * len(_COLUMNS) + "|", *(outcome.row() for outcome in outcomes)]
     table = "\n".join(lines) + "\n"
     if options.output is None:
