@@ -17,6 +17,12 @@ class FindingError(MlaDiagError):
     exit_code = 1
 
 
+class ExposedError(MlaDiagError):
+    """A server that copies its KV pool, which `doctor` exits with 1 for."""
+
+    exit_code = 1
+
+
 class UsageError(MlaDiagError):
     """The command was asked for something that makes no sense."""
 
@@ -27,3 +33,13 @@ class UnreadableInputError(MlaDiagError):
     """An input is missing, empty, damaged from its first byte on, or not a profiler trace."""
 
     exit_code = 3
+
+
+class ServerError(MlaDiagError):
+    """A live server could not be reached, refused what was asked, or did not do it in time."""
+
+    exit_code = 4
+
+
+class ServerGoneError(ServerError):
+    """A live server that answered before has gone: nothing listens at its address."""
