@@ -45,6 +45,7 @@ class StandIn:
         traces: What a profile writes, by the rest of the name after the id: `TP-0-DECODE`.
         export_seconds: How long it answers 503 to everything when the steps have run.
         dies_in: Endpoint at whose first request it goes away.
+        lingers: Whether a wave goes on after its profile, until it is aborted.
         old: Whether only /get_server_info is known.
         certificate: For TLS.
         requests: What it was asked: method, path, headers, body.
@@ -58,6 +59,7 @@ class StandIn:
     traces: dict[str, Path] = field(default_factory=dict)
     export_seconds: float = 0.0
     dies_in: str | None = None
+    lingers: bool = False
     old: bool = False
     certificate: tuple[Path, Path] | None = None
     requests: list[tuple[str, str, dict[str, str], Any]] = field(default_factory=list)
@@ -66,6 +68,7 @@ class StandIn:
 
     def __enter__(self) -> StandIn:
         self._gone = threading.Event()
+        self._aborted = threading.Event()
         stand_in = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -139,7 +142,7 @@ class StandIn:
             "start_profile": lambda: self._start(body),
             "stop_profile": self._stop,
             "generate": lambda: self._generate(body),
-            "abort_request": lambda: (200, ""),
+            "abort_request": self._abort,
         }.get(endpoint)
         return action() if action is not None else (404, '{"detail": "Not Found"}')
 
@@ -158,9 +161,16 @@ class StandIn:
     def _generate(self, body: dict[str, Any]) -> tuple[int, str]:
         """Run a wave; one of several tokens has the steps that a profile waits for."""
         prompts = body["input_ids"]
-        if self.profile is not None and body["sampling_params"]["max_new_tokens"] > 1:
+        armed = self.profile is not None and self.profile.get("start_step", 0) < 1000
+        if armed and body["sampling_params"]["max_new_tokens"] > 1:
             self._write(self.traces)
+            if self.lingers:
+                self._aborted.wait(60)
         return 200, json.dumps([{"output_ids": [1]} for _ in prompts])
+
+    def _abort(self) -> tuple[int, str]:
+        self._aborted.set()
+        return 200, ""
 
     def _write(self, names: Iterable[str]) -> None:
         assert self.profile is not None

@@ -1,0 +1,243 @@
+"""One profile of a live server, bounded in steps, alone, and never left running.
+
+Two ways to ask SGLang for it (sglang/srt/managers/scheduler_components/profiler_manager.py):
+
+- `profile_by_stage`, for a load of our own: one file a stage, `num_steps` of each. The profiler counts per stage, so
+  this is bounded only if both stages come, and they do in one wave of requests.
+- `start_step`, for other people's traffic: the next `num_steps` forward passes of whatever stage, in one file. By stage
+  a profile of live traffic would go on through all decode steps until enough prefills have come.
+
+Both are refused while a profile runs, which a start without either is not: that one ends the other's (0.4.6 to 0.5.17).
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any
+
+from mla_diag.diagnose.server_info import ServerInfo
+from mla_diag.errors import ServerError, ServerGoneError
+from mla_diag.server.client import Client
+from mla_diag.server.load import Load
+from mla_diag.server.trace_files import TraceDirectory, expected_ranks, rank_and_stage
+
+_PAUSE = 0.5
+# What has not come this long after the server answers again will not come by itself.
+_GRACE = 5.0
+# A step that no server reaches: arming the profiler for it is how one that waits for its first step is disarmed.
+_NEVER = 1 << 40
+
+Say = Callable[[str], None]
+"""Called with what is being waited for, now and then."""
+
+
+@dataclass(frozen=True)
+class CapturePlan:
+    """What to record.
+
+    Attributes:
+        steps: Steps of each stage, or, of other people's traffic, forward passes in all.
+        by_stage: Whether each stage has a file and a count of its own.
+        stacks: Whether to record Python stacks.
+        traffic_timeout: Seconds to wait for other people's traffic to run the steps.
+    """
+
+    steps: int
+    by_stage: bool
+    stacks: bool
+    traffic_timeout: float = 120.0
+
+
+class Capture:
+    """A profile under way; leaving the block leaves no profiler running, armed or waiting.
+
+    Args:
+        client: The server.
+        server: What it says of itself.
+        directory: Where it is to write.
+        plan: What to record.
+        say: Told what is being waited for.
+
+    Attributes:
+        seconds: From the first request of the load to the last trace, once it has run.
+    """
+
+    def __init__(
+        self, client: Client, server: ServerInfo, directory: TraceDirectory, plan: CapturePlan, say: Say
+    ) -> None:
+        self._client = client
+        self._server = server
+        self._directory = directory
+        self._plan = plan
+        self._say = say
+        self._done = False
+        self._complete: set[tuple[str, int]] = set()
+        self._lock = _Lock(client.url)
+        self.seconds = 0.0
+
+    def __enter__(self) -> Capture:
+        """Start, or arm for the next step.
+
+        Raises:
+            ServerError: The server is being profiled already, or refuses.
+        """
+        self._lock.take()
+        try:
+            self._client.start_profile(self._request())
+        except BaseException:
+            self._lock.release()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        try:
+            if not self._done:
+                self._say("stopping the profiler")
+                self._client.responsive()
+                self._halt()
+        except ServerGoneError:
+            pass  # and its profiler with it
+        except ServerError as left:
+            # What went wrong first is the reason; that the profiler may still run has to be said all the same.
+            self._say(f"the profiler may still be running: {left}")
+        finally:
+            self._lock.release()
+
+    def run(self, load: Load | None) -> None:
+        """Have the steps run, by a load or by whoever sends requests, until the traces are written.
+
+        Raises:
+            ServerError: The server went away, fell silent, or ran too few steps.
+        """
+        start = time.monotonic()
+        if load is None:
+            self._watch_traffic()
+        else:
+            load.start()
+            try:
+                self._drive(load)
+            finally:
+                load.stop()
+        self._done = True
+        self.seconds = time.monotonic() - start
+
+    def _request(self) -> dict[str, Any]:
+        how = {"profile_by_stage": True} if self._plan.by_stage else {"start_step": 1}
+        return {
+            "output_dir": self._directory.on_server,
+            "num_steps": self._plan.steps,
+            "record_shapes": True,
+            "with_stack": self._plan.stacks,
+            "activities": ["CPU", "GPU"],
+            **how,
+        }
+
+    def _drive(self, load: Load) -> None:
+        start = time.monotonic()
+        while not load.wait(_PAUSE):
+            if self._all_written():
+                return
+            self._say(f"the load runs, {time.monotonic() - start:.0f} s")
+        self._wait_for_export()
+        if self._directory.here is not None and self._all_written():
+            return
+        # Too few steps ran on some rank, or the files are out of sight: a profiler that has not finished is stopped,
+        # and one that has answers that it is not running.
+        self._halt()
+
+    def _watch_traffic(self) -> None:
+        start = time.monotonic()
+        while (waited := time.monotonic() - start) < self._plan.traffic_timeout:
+            if self._directory.here is not None and self._all_written():
+                return
+            self._client.responsive()
+            self._say(f"waiting for {self._plan.steps} forward passes of your traffic, {waited:.0f} s")
+            time.sleep(_PAUSE)
+        self._halt()
+        if self._directory.here is not None and not self._directory.sizes():
+            raise ServerError(
+                f"{self._client.url}: no forward pass in {self._plan.traffic_timeout:.0f} s; send it requests, wait "
+                "longer with --traffic-timeout, or leave --no-load out"
+            )
+
+    def _wait_for_export(self) -> None:
+        """Wait until the scheduler answers again and, where they can be seen, its files have come."""
+        self._client.wait_until_responsive(self._client.timeouts.export, self._say_exporting)
+        if self._directory.here is not None:
+            start = time.monotonic()
+            while not self._all_written() and time.monotonic() - start < _GRACE:
+                self._client.responsive()
+                time.sleep(_PAUSE)
+
+    def _say_exporting(self, waited: float) -> None:
+        size = sum(self._directory.sizes().values())
+        self._say(
+            f"the server exports its traces and answers nothing else, {waited:.0f} s, {size / 1e6:,.0f} MB so far"
+        )
+
+    def _all_written(self) -> bool:
+        """Whether the file of every rank, and stage, is there to its end."""
+        sizes = self._directory.sizes()
+        stages = ("prefill", "decode") if self._plan.by_stage else (None,)
+        found = {rank_and_stage(name) for name in sizes}
+        if any((rank, stage) not in found for rank in expected_ranks(self._server) for stage in stages):
+            return False
+        for entry in sizes.items():
+            if entry not in self._complete and self._directory.is_complete(entry[0]):
+                self._complete.add(entry)
+        return self._complete.issuperset(sizes.items())
+
+    def _halt(self) -> None:
+        """Stop a profiler that runs, and disarm one that waits for its first step, which `stop_profile` does not."""
+        self._client.stop_profile()
+        never = {**self._request(), "profile_by_stage": False, "start_step": _NEVER, "num_steps": 1}
+        self._client.start_profile(never)
+        # Releases without start_step have started just now, so it is stopped again; others answer that nothing runs.
+        self._client.stop_profile()
+        self._done = True
+
+
+class _Lock:
+    """One capture of a server at a time from this host; the server itself refuses only once it is recording."""
+
+    def __init__(self, url: str) -> None:
+        name = hashlib.sha256(url.encode()).hexdigest()[:16]
+        self._path = Path(tempfile.gettempdir(), f"mla-diag-{name}.lock")
+        self._url = url
+        self._file: IO[str] | None = None
+
+    def take(self) -> None:
+        try:
+            self._file = self._path.open("a+", encoding="utf-8")
+        except OSError:
+            return  # another user's; the server's own refusal is what is left
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            self._file.seek(0)
+            holder = self._file.read().strip()
+            self._file.close()
+            self._file = None
+            raise ServerError(
+                f"{self._url}: another `mla-diag profile` of it runs (process {holder}); wait for that"
+            ) from None
+        self._file.truncate(0)
+        self._file.write(str(os.getpid()))
+        self._file.flush()
+
+    def release(self) -> None:
+        if self._file is not None:
+            # The file stays: removing it would let two others lock two files of this name.
+            self._file.truncate(0)
+            self._file.close()
+            self._file = None
