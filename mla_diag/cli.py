@@ -101,7 +101,7 @@ def explain(
 
 @app.command()
 def profile(
-    url: Annotated[str, typer.Option(help="The server's address: http://HOST:PORT[/PATH].")],
+    url: Annotated[str, typer.Option(help="The server's address: http://HOST:PORT, with its path.")],
     stage: Annotated[str, typer.Option(help="The stages to report: decode, prefill or both.")] = "decode,prefill",
     steps: Annotated[int, typer.Option(min=1, max=100, help="Steps of each stage to record.")] = 5,
     batch: Annotated[int, typer.Option(min=1, help="Requests in a step.")] = 1,
@@ -124,7 +124,7 @@ def profile(
     trace_root: Annotated[
         str | None,
         typer.Option(
-            metavar="PATH[=HERE]",
+            metavar="PATH",
             help="Where the server writes and this host can read: a shared path, an fsspec URL, or PATH=PATH_OR_URL.",
         ),
     ] = None,
@@ -172,7 +172,7 @@ def profile(
 
 @app.command()
 def doctor(
-    url: Annotated[str | None, typer.Option(help="The server's address: http://HOST:PORT[/PATH].")] = None,
+    url: Annotated[str | None, typer.Option(help="The server's address: http://HOST:PORT, with its path.")] = None,
     server_info: Annotated[
         Path | None, typer.Option(help="Instead of a live server: what its GET /server_info answered.")
     ] = None,

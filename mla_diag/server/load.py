@@ -99,6 +99,8 @@ class Load:
         self._prefixes = [_tokens(plan.cached_len) for _ in range(self._count)]
         self._ids = [f"mla-diag-{uuid.uuid4().hex}" for _ in range(self._count)]
         self._stopped = threading.Event()
+        # Not the thread's own state: Ctrl-C in a join with a timeout makes a thread that runs look dead (Python 3.11).
+        self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="load", daemon=True)
 
     def cache_prefixes(self) -> None:
@@ -117,7 +119,7 @@ class Load:
     @property
     def running(self) -> bool:
         """Whether requests are under way."""
-        return self._thread.is_alive()
+        return self._thread.ident is not None and not self._ended.is_set()
 
     def wait(self, seconds: float) -> bool:
         """Wait for the wave to end; False if it has not by then.
@@ -125,10 +127,10 @@ class Load:
         Raises:
             ServerError: The server failed the requests.
         """
-        self._thread.join(seconds)
+        self._ended.wait(seconds)
         if self.error is not None and not self._stopped.is_set():
             raise self.error
-        return not self.running
+        return self._ended.is_set()
 
     def stop(self) -> None:
         """End the requests that are under way, now."""
@@ -145,6 +147,8 @@ class Load:
             self._client.generate({**_request(prompts, self.plan.output_len), "rid": self._ids})
         except ServerError as error:
             self.error = error
+        finally:
+            self._ended.set()
 
 
 def _request(prompts: list[list[int]], new_tokens: int) -> dict[str, Any]:
