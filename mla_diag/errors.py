@@ -43,3 +43,7 @@ class ServerError(MlaDiagError):
 
 class ServerGoneError(ServerError):
     """A live server that answered before has gone: nothing listens at its address."""
+
+
+class RefusedError(ServerError):
+    """A live server refused what was asked, so that it is as it was before."""

@@ -172,28 +172,20 @@ def _record(client: Client, options: Options) -> Recording:
     directory = locate(options.trace_root, local=client.is_local, name=f"{name}-{os.getpid()}")
     out = options.out or Path(name)
     model = doctor.model_of(server, options.model_config, here=client.is_local)
-    _make(out)
-    directory.prepare(options.stacks)
-    _write(out / "server_info.json", msgspec.json.format(msgspec.json.encode(answer), indent=2).decode() + "\n")
-    announcement = "\n".join(_announce(client, options, plan, directory, out))
-    print(announcement, flush=True)
-    with Progress() as progress:
-        capture = Capture(
-            client,
-            server,
-            directory,
-            CapturePlan(options.steps, plan is not None, options.stacks, options.traffic_timeout),
-            progress.say,
-        )
-        load = None if plan is None else Load(client, plan, server.data_parallel)
+    capture_plan = CapturePlan(options.steps, plan is not None, options.stacks, options.traffic_timeout)
+    with Progress() as progress, Capture(client, server, directory, capture_plan, progress.say) as capture:
+        _make(out)
+        directory.prepare(options.stacks)
+        _write(out / "server_info.json", msgspec.json.format(msgspec.json.encode(answer), indent=2).decode() + "\n")
+        announcement = "\n".join(_announce(client, options, plan, directory, out))
+        print(announcement, flush=True)
         try:
-            if load is not None:
-                progress.say("the server caches the prefixes of the prompts")
-                load.cache_prefixes()
-            with capture:
-                capture.run(load)
+            capture.run(None if plan is None else Load(client, plan, server.data_parallel))
         except BaseException:
+            capture.close()
             progress.stop()
+            if capture.left_running is not None:
+                print(f"mla-diag: {capture.left_running}", file=sys.stderr)
             _keep(directory, out)
             raise
     traces = _fetch(directory, out)

@@ -24,7 +24,7 @@ from types import TracebackType
 from typing import IO, Any
 
 from mla_diag.diagnose.server_info import ServerInfo
-from mla_diag.errors import ServerError, ServerGoneError
+from mla_diag.errors import RefusedError, ServerError, ServerGoneError
 from mla_diag.server.client import Client
 from mla_diag.server.load import Load
 from mla_diag.server.trace_files import TraceDirectory, expected_ranks, rank_and_stage
@@ -68,6 +68,7 @@ class Capture:
 
     Attributes:
         seconds: From the first request of the load to the last trace, once it has run.
+        left_running: Why the profiler may run on after a failure, or None.
     """
 
     def __init__(
@@ -78,48 +79,56 @@ class Capture:
         self._directory = directory
         self._plan = plan
         self._say = say
+        self._started = False
         self._done = False
         self._complete: set[tuple[str, int]] = set()
         self._lock = _Lock(client.url)
         self.seconds = 0.0
+        self.left_running: str | None = None
 
     def __enter__(self) -> Capture:
-        """Start, or arm for the next step.
+        """Keep other captures from this host away.
 
         Raises:
-            ServerError: The server is being profiled already, or refuses.
+            ServerError: One is under way.
         """
         self._lock.take()
-        try:
-            self._client.start_profile(self._request())
-        except BaseException:
-            self._lock.release()
-            raise
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         try:
-            if not self._done:
-                self._say("stopping the profiler")
-                self._client.responsive()
-                self._halt()
-        except ServerGoneError:
-            pass  # and its profiler with it
-        except ServerError as left:
-            # What went wrong first is the reason; that the profiler may still run has to be said all the same.
-            self._say(f"the profiler may still be running: {left}")
+            self.close()
         finally:
             self._lock.release()
+
+    def close(self) -> None:
+        """Stop what was started and has not ended; what cannot be stopped is in `left_running` afterwards."""
+        if not self._started or self._done:
+            return
+        self._done = True
+        self._say("stopping the profiler")
+        try:
+            self._client.responsive()
+            self._halt()
+        except ServerGoneError:
+            return  # and its profiler with it
+        except ServerError as error:
+            self.left_running = f"the profiler may still be running: {error}"
 
     def run(self, load: Load | None) -> None:
         """Have the steps run, by a load or by whoever sends requests, until the traces are written.
 
         Raises:
-            ServerError: The server went away, fell silent, or ran too few steps.
+            RefusedError: The server is being profiled already.
+            ServerError: The server went away, fell silent, or ran no steps.
         """
+        if load is not None:
+            self._say("the server caches the prefixes of the prompts")
+            load.cache_prefixes()
         start = time.monotonic()
+        self._start()
         if load is None:
             self._watch_traffic()
         else:
@@ -130,6 +139,15 @@ class Capture:
                 load.stop()
         self._done = True
         self.seconds = time.monotonic() - start
+
+    def _start(self) -> None:
+        self._started = True
+        try:
+            self._client.start_profile(self._request())
+        except RefusedError:
+            # What runs is somebody else's, and to be left running.
+            self._started = False
+            raise
 
     def _request(self) -> dict[str, Any]:
         how = {"profile_by_stage": True} if self._plan.by_stage else {"start_step": 1}
@@ -218,26 +236,38 @@ class _Lock:
 
     def take(self) -> None:
         try:
-            self._file = self._path.open("a+", encoding="utf-8")
+            while not self._take_this_one():
+                pass
+        except BlockingIOError:
+            raise ServerError(
+                f"{self._url}: another `mla-diag profile` of it runs here (process {self._holder()}); wait for that"
+            ) from None
         except OSError:
             return  # another user's; the server's own refusal is what is left
+
+    def _take_this_one(self) -> bool:
+        """Lock the file of that name; False if it was removed meanwhile, and the name may be another file's."""
+        file = self._path.open("a+", encoding="utf-8")
         try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            same = self._path.exists() and os.path.samestat(self._path.stat(), os.fstat(file.fileno()))
         except OSError:
-            self._file.seek(0)
-            holder = self._file.read().strip()
-            self._file.close()
-            self._file = None
-            raise ServerError(
-                f"{self._url}: another `mla-diag profile` of it runs (process {holder}); wait for that"
-            ) from None
-        self._file.truncate(0)
-        self._file.write(str(os.getpid()))
-        self._file.flush()
+            file.close()
+            raise
+        if not same:
+            file.close()
+            return False
+        file.truncate(0)
+        file.write(str(os.getpid()))
+        file.flush()
+        self._file = file
+        return True
+
+    def _holder(self) -> str:
+        return self._path.read_text(encoding="utf-8").strip() if self._path.exists() else "unknown"
 
     def release(self) -> None:
         if self._file is not None:
-            # The file stays: removing it would let two others lock two files of this name.
-            self._file.truncate(0)
+            self._path.unlink(missing_ok=True)
             self._file.close()
             self._file = None

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import httpx
 import msgspec
 
-from mla_diag.errors import ServerError, ServerGoneError, UsageError
+from mla_diag.errors import RefusedError, ServerError, ServerGoneError, UsageError
 
 _SHOWN = 200  # characters of an answer that an error quotes
 _PAUSE = 0.5
@@ -201,16 +201,17 @@ class Client:
         """Start the profiler, or have it start with the next step.
 
         Raises:
-            ServerError: The server refused, which it does while it is profiling.
+            RefusedError: The server refused, as it does while it is profiling.
+            ServerError: It is not known whether it started.
         """
         response = self._send("POST", "start_profile", self.timeouts.answer, request)
         if response.is_redirect or response.status_code in _NOT_A_REFUSAL:
             self._check(response, "start_profile")
         refusal = _refusal(response)
         if refusal is not None:
-            raise ServerError(
-                f"{self.url}: refused to start its profiler ({refusal}); if it is profiling already, wait for that, or "
-                f"end it with `curl -X POST {self.url}/stop_profile`; else its log says why"
+            raise RefusedError(
+                f"{self.url}: refused to start its profiler ({self._hidden(refusal)}); if it is profiling already, "
+                f"wait for that, or end it with `curl -X POST {self.url}/stop_profile`; else its log says why"
             )
 
     def stop_profile(self) -> bool:
@@ -248,14 +249,14 @@ class Client:
         status = response.status_code
         if status in (httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN):
             given = "refuses this API key" if self._key else "wants an API key"
-            raise ServerError(
+            raise RefusedError(
                 f"{self.url}: {given} (HTTP {status}); give the server's with --api-key or MLA_DIAG_API_KEY"
             )
         if response.is_redirect:
             target = self._hidden(_one_line(response.headers.get("location", "nowhere")))
-            raise ServerError(f"{self.url}: redirects /{path} to {target}; give that server as --url")
+            raise RefusedError(f"{self.url}: redirects /{path} to {target}; give that server as --url")
         if status == httpx.codes.NOT_FOUND:
-            raise ServerError(f"{self.url}: has no /{path} (HTTP 404); check the port and the path of --url")
+            raise RefusedError(f"{self.url}: has no /{path} (HTTP 404); check the port and the path of --url")
         if not response.is_success:
             said = self._hidden(_one_line(response.text)) or "without a reason"
             raise ServerError(f"{self.url}: /{path} failed with HTTP {status}: {said}")

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from mla_diag.server import capture
 from tests.commands.invoke import Invoke
 from tests.server.models import GLM78
 from tests.server.stand_in import StandIn
@@ -22,6 +23,12 @@ KEY = "sk-0123456789abcdef"
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Invoke:
     return Invoke(monkeypatch, capsys)
+
+
+@pytest.fixture(autouse=True)
+def _little_grace(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What does not come by itself is waited for in seconds, and these servers have it at once or never."""
+    monkeypatch.setattr(capture, "_GRACE", 0.5)
 
 
 @pytest.fixture

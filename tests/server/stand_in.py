@@ -114,7 +114,7 @@ class StandIn:
         if endpoint == self.dies_in:
             threading.Thread(target=self.__exit__, daemon=True).start()
             handler.close_connection = True
-            time.sleep(0.2)
+            time.sleep(0.05)
             return
         if endpoint in self.hangs:
             self._gone.wait(60)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,17 +12,24 @@ import pytest
 
 from mla_diag.diagnose.server_info import parse_server_info
 from mla_diag.errors import ServerError
-from mla_diag.server.capture import Capture, CapturePlan
+from mla_diag.server import capture as capture_module
+from mla_diag.server.capture import Capture, CapturePlan, Say
 from mla_diag.server.client import Client, Timeouts
 from mla_diag.server.load import Load, LoadPlan
 from mla_diag.server.trace_files import TraceDirectory
 from tests.server.stand_in import StandIn
 
-QUICK = Timeouts(connect=2, answer=2, generate=5, export=5)
+QUICK = Timeouts(connect=2, answer=2, generate=2, export=4)
 WAVE = LoadPlan(batch=1, input_len=10, cached_len=0, output_len=9)
 BY_STAGE = CapturePlan(steps=3, by_stage=True, stacks=False)
 TRAFFIC = CapturePlan(steps=3, by_stage=False, stacks=False, traffic_timeout=1.0)
 STAGES = ("TP-0-EXTEND", "TP-0-DECODE")
+
+
+@pytest.fixture(autouse=True)
+def _little_grace(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What does not come by itself is waited for in seconds, and these servers have it at once or never."""
+    monkeypatch.setattr(capture_module, "_GRACE", 0.5)
 
 
 @pytest.fixture
@@ -29,16 +37,22 @@ def traces(recordings: Path) -> dict[str, Path]:
     return dict.fromkeys((*STAGES, "TP-0"), recordings / "base-graph-decode.trace.json.gz")
 
 
-def captured(
-    server: StandIn, folder: Path, plan: CapturePlan = BY_STAGE, *, seen: bool = True, said: list[str] | None = None
+def capture_of(
+    server: StandIn, folder: Path, plan: CapturePlan = BY_STAGE, *, seen: bool = True, say: Say | None = None
 ) -> Capture:
     client = Client(server.url, timeouts=QUICK)
     directory = TraceDirectory(str(folder), str(folder) if seen else None)
-    said = [] if said is None else said
-    capture = Capture(client, parse_server_info(server.info), directory, plan, said.append)
+    return Capture(client, parse_server_info(server.info), directory, plan, say or [].append)
+
+
+def carry_out(server: StandIn, capture: Capture, plan: CapturePlan = BY_STAGE) -> Capture:
     with capture:
-        capture.run(Load(client, WAVE) if plan.by_stage else None)
+        capture.run(Load(Client(server.url, timeouts=QUICK), WAVE) if plan.by_stage else None)
     return capture
+
+
+def captured(server: StandIn, folder: Path, plan: CapturePlan = BY_STAGE, *, seen: bool = True) -> Capture:
+    return carry_out(server, capture_of(server, folder, plan, seen=seen), plan)
 
 
 def names(folder: Path) -> list[str]:
@@ -71,7 +85,7 @@ def test_503_while_it_exports_is_waited_for_and_said(tmp_path: Path, traces: dic
     said: list[str] = []
     # One file of the two, so that the files alone do not end the wait.
     with StandIn(traces={STAGES[0]: traces["TP-0"]}, export_seconds=1.2) as server:
-        captured(server, tmp_path / "x", said=said)
+        carry_out(server, capture_of(server, tmp_path / "x", say=said.append))
     assert any("exports its traces" in line for line in said)
 
 
@@ -94,14 +108,12 @@ def test_a_server_that_is_profiling_already_is_left_to_it(tmp_path: Path, answer
 
 def test_a_second_capture_from_this_host_is_refused_before_the_server_is_asked(tmp_path: Path, traces: dict[str, Path]):
     with StandIn(traces={name: traces[name] for name in STAGES}) as server:
-        client = Client(server.url, timeouts=QUICK)
-        directory = TraceDirectory(str(tmp_path / "x"), str(tmp_path / "x"))
-        first = Capture(client, parse_server_info(server.info), directory, BY_STAGE, [].append)
+        first = capture_of(server, tmp_path / "x")
         with first:
-            with pytest.raises(ServerError, match=r"another `mla-diag profile` of it runs \(process \d+\)"):
+            with pytest.raises(ServerError, match=r"another `mla-diag profile` of it runs here \(process \d+\)"):
                 captured(server, tmp_path / "y")
-            assert len(server.asked("start_profile")) == 1
-            first.run(Load(client, WAVE))
+            assert server.requests == []
+            first.run(Load(Client(server.url), WAVE))
         captured(server, tmp_path / "z")
     assert len(names(tmp_path / "z")) == 2
 
@@ -119,36 +131,43 @@ def test_a_load_that_fails_leaves_no_profiler(tmp_path: Path, behaviour: dict[st
 
 
 def test_ctrl_c_leaves_no_profiler_and_a_following_capture_works(tmp_path: Path, traces: dict[str, Path]):
-    with StandIn(traces={name: traces[name] for name in STAGES}) as server:
-        client = Client(server.url, timeouts=QUICK)
-        directory = TraceDirectory(str(tmp_path / "x"), str(tmp_path / "x"))
-        with (
-            pytest.raises(KeyboardInterrupt),
-            Capture(client, parse_server_info(server.info), directory, BY_STAGE, [].append),
-        ):
+    def press(said: str) -> None:
+        if said.startswith("the load runs"):
             raise KeyboardInterrupt
+
+    with StandIn(traces={STAGES[0]: traces["TP-0"]}, lingers=True) as server:
+        with pytest.raises(KeyboardInterrupt):
+            carry_out(server, capture_of(server, tmp_path / "x", say=press))
         assert_left_alone(server)
+        assert server.asked("abort_request")
+        server.traces, server.lingers = {name: traces[name] for name in STAGES}, False
         captured(server, tmp_path / "y")
     assert len(names(tmp_path / "y")) == 2
 
 
 def test_a_stop_that_never_answers_is_said_and_hides_nothing(tmp_path: Path):
-    said: list[str] = []
-    with (
-        StandIn(answers={"generate": (500, "out of memory")}, hangs={"stop_profile"}) as server,
-        pytest.raises(ServerError, match="out of memory"),
-    ):
-        captured(server, tmp_path / "x", said=said)
-    assert any("the profiler may still be running" in line for line in said)
+    with StandIn(answers={"generate": (500, "out of memory")}, hangs={"stop_profile"}) as server:
+        capture = capture_of(server, tmp_path / "x")
+        with pytest.raises(ServerError, match="out of memory"):
+            carry_out(server, capture)
+    assert str(capture.left_running).startswith("the profiler may still be running: ")
+
+
+def test_a_start_that_never_answers_may_have_started(tmp_path: Path):
+    with StandIn(hangs={"start_profile"}) as server:
+        with pytest.raises(ServerError, match="/start_profile did not answer"):
+            captured(server, tmp_path / "x")
+        assert server.asked("stop_profile")
 
 
 def test_a_server_that_dies_under_the_load_is_not_waited_for(tmp_path: Path):
-    said: list[str] = []
     begin = time.monotonic()
-    with StandIn(dies_in="generate") as server, pytest.raises(ServerError):
-        captured(server, tmp_path / "x", said=said)
+    with StandIn(dies_in="generate") as server:
+        capture = capture_of(server, tmp_path / "x")
+        with pytest.raises(ServerError):
+            carry_out(server, capture)
     assert time.monotonic() - begin < 10
-    assert not any("may still be running" in line for line in said)
+    assert capture.left_running is None
 
 
 def test_a_rank_that_never_writes_ends_in_a_stop(tmp_path: Path, traces: dict[str, Path]):
@@ -176,7 +195,7 @@ def test_other_peoples_traffic_is_bounded_in_forward_passes(tmp_path: Path, trac
 
         user = threading.Thread(target=traffic)
         user.start()
-        captured(server, tmp_path / "x", TRAFFIC)
+        captured(server, tmp_path / "x", replace(TRAFFIC, traffic_timeout=30))
         user.join()
         (request,) = server.asked("start_profile")
         assert len(server.asked("generate")) == 1
