@@ -33,6 +33,7 @@ from mla_diag.server.client import Client, Timeouts
 from mla_diag.server.exposure import expose
 from mla_diag.server.load import Load, LoadPlan, plan_load
 from mla_diag.server.model_config import ModelConfig
+from mla_diag.server.releases import START_STEP, is_older
 from mla_diag.server.trace_files import TraceDirectory, locate, rank_notes
 
 _STAGES = {Stage.PREFILL, Stage.DECODE}
@@ -167,6 +168,11 @@ def _record(client: Client, options: Options) -> Recording:
     """Profile the server and copy its traces here."""
     answer = client.server_info()
     server = parse_server_info(answer)
+    if options.no_load and is_older(server.version, START_STEP):
+        raise UsageError(
+            f"--no-load: SGLang {server.version} cannot profile from a given step on, as {START_STEP} can, and could "
+            "end somebody else's profile; let mla-diag send the load"
+        )
     plan = None if options.no_load else _plan(server, options)
     name = f"mla-diag-{time.strftime('%Y%m%d-%H%M%S')}"
     directory = locate(options.trace_root, local=client.is_local, name=f"{name}-{os.getpid()}")

@@ -7,7 +7,6 @@ bare 500 in others, and a server that exports a trace answers nothing, or 503, f
 from __future__ import annotations
 
 import ipaddress
-import re
 import ssl
 import time
 from collections.abc import Callable, Mapping
@@ -19,14 +18,12 @@ import httpx
 import msgspec
 
 from mla_diag.errors import RefusedError, ServerError, ServerGoneError, UsageError
+from mla_diag.server.secrets import REDACTED, without_secrets
 
 _SHOWN = 200  # characters of an answer that an error quotes
 _PAUSE = 0.5
 _LAST_PORT = 65535
 _POLL = 5.0
-# What a server says of itself includes how to get in.
-_SECRET = re.compile(r"api_key|password|secret|credential|access_token", re.IGNORECASE)
-REDACTED = "(redacted)"
 _NOT_A_REFUSAL = (httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN, httpx.codes.NOT_FOUND)
 
 OnWait = Callable[[float], None]
@@ -127,7 +124,7 @@ class Client:
             answer = _decoded(response)
             if not isinstance(answer, dict):
                 raise ServerError(f"{self.url}: answers /{path}, but not as an SGLang server does; check the port")
-            info = _without_secrets(answer, self._key)
+            info = without_secrets(answer, self._key)
             assert isinstance(info, dict)
             self._info_path = path
             return info
@@ -305,20 +302,6 @@ def _refusal(response: httpx.Response) -> str | None:
         return None
     message = said.get("message") or said.get("detail") or said.get("error")
     return _one_line(str(message)) if message else f"HTTP {response.status_code}"
-
-
-def _without_secrets(value: Any, key: str | None) -> Any:
-    """A copy without what would let its reader into the server."""
-    if isinstance(value, dict):
-        return {
-            name: REDACTED if inner and _SECRET.search(str(name)) else _without_secrets(inner, key)
-            for name, inner in value.items()
-        }
-    if isinstance(value, list):
-        return [_without_secrets(inner, key) for inner in value]
-    if isinstance(value, str) and key:
-        return value.replace(key, REDACTED)
-    return value
 
 
 def _one_line(text: str) -> str:

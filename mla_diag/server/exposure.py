@@ -6,7 +6,6 @@ to the query's type, and a release that has the cast. What is not known of the f
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable
 
 import msgspec
@@ -18,27 +17,15 @@ from mla_diag.diagnose.step_spans import Stage
 from mla_diag.server.copy_rates import READ_AND_WRITTEN, copy_rate
 from mla_diag.server.floor import Floor, floor_of_decode
 from mla_diag.server.model_config import ModelConfig
-
-# Backend of --attention-backend, the file of sglang/srt/layers/attention/ that casts, the first release that does. From
-# the sources of every release up to LAST_READ.
-_CASTS = {
-    "flashinfer": ("flashinfer_mla_backend.py", "0.4.6.post5"),
-    "fa3": ("flashattention_backend.py", "0.4.8.post1"),
-    "fa4": ("flashattention_backend.py", "0.4.8.post1"),
-    "intel_xpu": ("xpu_backend.py", "0.5.4"),
-}
-_READS_FP8 = {"triton", "flashmla", "cutlass_mla", "trtllm_mla", "aiter", "dsa", "nsa", "wave"}
-LAST_READ = "0.5.23"
-# These run MLA models only.
-_MLA_BACKENDS = {"flashmla", "cutlass_mla", "trtllm_mla"}
-# As sglang/srt/configs/model_config.py lists them.
-_MLA_ARCHITECTURES = re.compile(
-    r"Deepseek(?:V2|V3|V32)For|GlmMoeDsa|Glm4MoeLite|LongcatFlash|DotsVLM|KimiVL|KimiLinear|KimiK\d|MistralLarge3"
-    r"|SarvamMLA|MiniCPM3"
+from mla_diag.server.releases import (
+    CASTS,
+    LAST_READ,
+    MLA_ARCHITECTURES,
+    MLA_BACKENDS,
+    READS_FP8,
+    default_backend,
+    is_older,
 )
-_HOPPER = re.compile(r"\bH(?:20|100|200|800)\b")
-_BLACKWELL = re.compile(r"\bG?B[123]00\b")
-
 
 Value = bool | int | float | str | None
 
@@ -162,12 +149,12 @@ def expose(
 def _is_mla(server: ServerInfo, model: ModelConfig | None, architecture: str | None) -> Fact:
     if model is not None:
         return Fact(model.mla, f"the model's config ({model.architecture})")
-    backend = next((name for name in _backends(server) if name in _MLA_BACKENDS), None)
+    backend = next((name for name in _backends(server) if name in MLA_BACKENDS), None)
     if backend is not None:
         return Fact(True, f"its attention backend, {backend}, which runs no other models")
     if server.chunked_prefix_cache:
         return Fact(True, "its scheduler has chunked prefix caching on, which SGLang turns off for any other model")
-    if architecture is not None and _MLA_ARCHITECTURES.search(architecture):
+    if architecture is not None and MLA_ARCHITECTURES.search(architecture):
         return Fact(True, f"its architecture, {architecture}")
     if architecture is not None and server.chunked_prefix_cache is False:
         return Fact(False, f"its architecture, {architecture}, and its scheduler")
@@ -214,17 +201,17 @@ def _backends(server: ServerInfo) -> list[str]:
 def _stage(stage: Stage, server: ServerInfo, gpu: Gpu, mla: Value, fp8: bool | None) -> StageExposure:
     """Judge one stage: harmless if one of the four conditions fails, unknown if its backend is."""
     said = server.backend(decode=stage is Stage.DECODE)
-    backend = said or _default_backend(gpu)
+    backend = said or default_backend(gpu.name)
     harmless = _harmless(backend, server, mla, fp8)
     if harmless is not None:
         return StageExposure(stage, said, False, None, harmless)
     if backend is None:
         return StageExposure(stage, None, None, None, "the server does not say which attention backend it uses")
-    if backend not in _CASTS:
+    if backend not in CASTS:
         return StageExposure(
             stage, said, None, None, "this backend is not known; `mla-diag profile` shows what it does"
         )
-    file, _ = _CASTS[backend]
+    file, _ = CASTS[backend]
     function = "forward_decode" if stage is Stage.DECODE else "forward_extend"
     why = "casts the whole pool to the query's type in every layer"
     if stage is Stage.PREFILL:
@@ -245,19 +232,12 @@ def _harmless(backend: str | None, server: ServerInfo, mla: Value, fp8: bool | N
         return "the model is not MLA"
     if fp8 is False:
         return "the pool is not FP8, so there is nothing to convert"
-    if backend in _READS_FP8:
+    if backend in READS_FP8:
         return "this backend reads the FP8 pool as it is"
-    since = _CASTS[backend][1] if backend in _CASTS else None
-    if since is not None and server.version is not None and _release(server.version) < _release(since):
+    since = CASTS[backend][1] if backend in CASTS else None
+    if since is not None and is_older(server.version, since):
         return f"this release has no cast: the first that does is {since}"
     return None
-
-
-def _default_backend(gpu: Gpu) -> str | None:
-    """What SGLang takes for an MLA model where nobody chose (`_get_default_attn_backend` in server_args.py)."""
-    if gpu.name is None:
-        return None
-    return "fa3" if _HOPPER.search(gpu.name) else "flashinfer" if _BLACKWELL.search(gpu.name) else "triton"
 
 
 def _cost(server: ServerInfo, width: int, layers: Value, gpu: Gpu) -> CopyCost | None:
@@ -318,7 +298,7 @@ def _unknown(
         found.append("the floor of a decode step, which needs --model-config")
     if any(stage.copies for stage in stages):
         found.append("whether this SGLang was patched: `mla-diag fix --verify` on its host tells")
-    if server.version is not None and _release(server.version) > _release(LAST_READ):
+    if server.version is not None and is_older(LAST_READ, server.version):
         found.append(f"whether {server.version} still casts: releases up to {LAST_READ} were read")
     return found
 
@@ -327,9 +307,3 @@ def _any(answers: Iterable[bool | None]) -> bool | None:
     """Whether any is true; None if none is and some are unknown."""
     listed = list(answers)
     return True if True in listed else None if None in listed else False
-
-
-def _release(version: str) -> tuple[int, ...]:
-    """A release as numbers that sort: 0.4.6.post5 after 0.4.6; anything after a fourth part is left out."""
-    found = re.match(r"v?(\d+)\.(\d+)(?:\.(\d+))?(?:\.post(\d+))?", version)
-    return tuple(int(part or 0) for part in found.groups()) if found else (0,)

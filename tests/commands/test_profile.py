@@ -15,7 +15,7 @@ import pytest
 from mla_diag.server import capture
 from tests.commands.invoke import Invoke
 from tests.server.models import GLM78
-from tests.server.stand_in import StandIn
+from tests.server.stand_in import INFO, StandIn
 
 KEY = "sk-0123456789abcdef"
 
@@ -133,6 +133,7 @@ def test_traces_out_of_reach_come_with_the_command_to_run_there(run: Invoke, tmp
         ({"key": KEY}, ["--api-key", "wrong"], 4, "refuses this API key"),
         ({}, ["--batch", "1000"], 2, "this server's pool has 495,552"),
         ({}, ["--stage", "decoding"], 2, "--stage decoding"),
+        ({"info": INFO | {"version": "0.4.9"}}, ["--no-load"], 2, "--no-load: SGLang 0.4.9 cannot profile from a"),
         ({}, ["--trace-root", "/nonexistent"], 2, "no such directory"),
         ({}, ["--out", "/dev/null/x"], 2, "cannot be made"),
         ({}, ["--fail-on", "nothing"], 2, "--fail-on nothing"),
