@@ -33,7 +33,7 @@ from mla_diag.server.client import Client, Timeouts
 from mla_diag.server.exposure import expose
 from mla_diag.server.load import Load, LoadPlan, plan_load
 from mla_diag.server.model_config import ModelConfig
-from mla_diag.server.releases import START_STEP, is_older
+from mla_diag.server.releases import START_STEP, STEP_SPANS, is_older
 from mla_diag.server.trace_files import TraceDirectory, locate, rank_notes
 
 _STAGES = {Stage.PREFILL, Stage.DECODE}
@@ -178,7 +178,9 @@ def _record(client: Client, options: Options) -> Recording:
     directory = locate(options.trace_root, local=client.is_local, name=f"{name}-{os.getpid()}")
     out = options.out or Path(name)
     model = doctor.model_of(server, options.model_config, here=client.is_local)
-    capture_plan = CapturePlan(options.steps, plan is not None, options.stacks, options.traffic_timeout)
+    by_stage = plan is not None and is_older(server.version, STEP_SPANS)
+    passes = options.steps + (plan.prefill_steps if plan is not None and not by_stage else 0)
+    capture_plan = CapturePlan(passes, by_stage, options.stacks, options.traffic_timeout)
     with Progress() as progress, Capture(client, server, directory, capture_plan, progress.say) as capture:
         _make(out)
         directory.prepare(options.stacks)
@@ -229,8 +231,8 @@ def _announce(
     else:
         yield (
             f"  load     one wave, on each data-parallel rank {_count(plan.batch, 'request')} of {plan.input_len:,} "
-            f"tokens ({plan.cached_len:,} of them cached first) and {plan.output_len} new ones; at most "
-            f"{options.steps} steps of each stage are recorded"
+            f"tokens ({plan.cached_len:,} of them cached first) and {plan.output_len} new ones; recorded are "
+            f"{_count(plan.prefill_steps, 'prefill step')} and {_count(options.steps, 'decode step')}"
         )
     yield (
         "  cost     the server answers nobody while it exports its traces: seconds for small ones, 25 to 300 s for "

@@ -46,6 +46,7 @@ class ServerInfo:
         radix_cache: Whether prefixes are kept.
         disaggregation: `prefill` or `decode` for servers that do one of the two only, else `null`.
         longest_input: Tokens that a prompt can have.
+        chunked_prefill_size: Tokens that a forward pass prefills at most; -1 for any number.
         draft_tokens: Tokens that a decode step can yield at most: more than 1 with speculative decoding.
     """
 
@@ -71,6 +72,7 @@ class ServerInfo:
     radix_cache: bool | None = None
     disaggregation: str | None = None
     longest_input: int | None = None
+    chunked_prefill_size: int | None = None
     draft_tokens: int = 1
 
     @property
@@ -136,6 +138,7 @@ def parse_server_info(answer: dict[str, Any]) -> ServerInfo:
         radix_cache=enabled(first("disable_radix_cache", bool)),
         disaggregation=first("disaggregation_mode", str),
         longest_input=first("max_req_input_len", int),
+        chunked_prefill_size=first("chunked_prefill_size", int),
         draft_tokens=first("speculative_num_draft_tokens", int) or 1,
     )
 

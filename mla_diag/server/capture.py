@@ -2,10 +2,13 @@
 
 Two ways to ask SGLang for it (sglang/srt/managers/scheduler_components/profiler_manager.py):
 
-- `profile_by_stage`, for a load of our own: one file a stage, `num_steps` of each. The profiler counts per stage, so
-  this is bounded only if both stages come, and they do in one wave of requests.
-- `start_step`, for other people's traffic: the next `num_steps` forward passes of whatever stage, in one file. By stage
-  a profile of live traffic would go on through all decode steps until enough prefills have come.
+- `start_step`: the next `num_steps` forward passes of whatever stage, in one file, whose steps have names from
+  `STEP_SPANS` on.
+- `profile_by_stage`, for older releases and a load of our own: one file a stage, `num_steps` of each. It is bounded
+  only if both stages come, as they do in one wave of requests; a profile of live traffic would go on through all
+  decode steps until enough prefills have come. And it stops one profile and starts the next within one recorded
+  function, whose end PyTorch then writes into the first one's freed memory: 3 of 4 servers of 0.5.17 crashed in
+  PyTorch's profiler on a CPU.
 
 Both are refused while a profile runs, which a start without either is not: that one ends the other's (0.4.6 to 0.5.17).
 """
@@ -44,7 +47,7 @@ class CapturePlan:
     """What to record.
 
     Attributes:
-        steps: Steps of each stage, or, of other people's traffic, forward passes in all.
+        steps: Forward passes in all, or, by stage, of each.
         by_stage: Whether each stage has a file and a count of its own.
         stacks: Whether to record Python stacks.
         traffic_timeout: Seconds to wait for other people's traffic to run the steps.

@@ -32,12 +32,14 @@ class LoadPlan:
         input_len: Of each prompt.
         cached_len: Of it, in the cache when the wave comes: what makes prefill read the pool.
         output_len: New tokens for each prompt.
+        prefill_steps: Forward passes that its prefill takes on a rank, if nothing else waits.
     """
 
     batch: int
     input_len: int
     cached_len: int
     output_len: int
+    prefill_steps: int = 1
 
 
 def plan_load(
@@ -79,7 +81,9 @@ def plan_load(
             f"--batch {batch}: takes {needed:,} tokens of KV and this server's pool has {server.pool_tokens:,}; "
             "lower --batch or --input-len"
         )
-    return LoadPlan(batch, input_len, cached, wanted)
+    chunk = server.chunked_prefill_size or 0
+    fresh = batch * (input_len - cached)
+    return LoadPlan(batch, input_len, cached, wanted, -(-fresh // chunk) if chunk > 0 else 1)
 
 
 class Load:

@@ -24,6 +24,8 @@ MLA_ARCHITECTURES = re.compile(
 )
 # The first to profile from a given step on; before, such a start is a plain one, which ends another's profile.
 START_STEP = "0.4.9.post2"
+# From here on traces name their steps, as those of 0.5.5 do not, so that one file can hold both stages.
+STEP_SPANS = "0.5.12"
 
 _HOPPER = re.compile(r"\bH(?:20|100|200|800)\b")
 _BLACKWELL = re.compile(r"\bG?B[123]00\b")

@@ -18,6 +18,8 @@ from tests.server.models import GLM78
 from tests.server.stand_in import INFO, StandIn
 
 KEY = "sk-0123456789abcdef"
+# Profiled by stage: a file a stage, as the recordings are.
+BY_STAGE = INFO | {"version": "0.5.11"}
 
 
 @pytest.fixture
@@ -47,7 +49,7 @@ def files(folder: Path) -> list[str]:
 def test_the_whole_story_in_one_command(run: Invoke, tmp_path: Path, traces: dict[str, Path]):
     out, config = tmp_path / "out", tmp_path / "config.json"
     config.write_text(json.dumps(GLM78))
-    with StandIn(traces=traces, key=KEY) as server:
+    with StandIn(info=dict(BY_STAGE), traces=traces, key=KEY) as server:
         result = run(
             *("profile", "--url", server.url, "--api-key", KEY, "--out", out, "--model-config", config, "--stacks"),
             *("--trace-root", tmp_path),
@@ -63,7 +65,7 @@ def test_the_whole_story_in_one_command(run: Invoke, tmp_path: Path, traces: dic
     assert copies["prefill"]["cause"]["function"] == "forward_extend"
     text = (out / "report.txt").read_text()
     for shown in (result.stdout, text):
-        assert "at most 5 steps of each stage" in shown
+        assert "recorded are 1 prefill step and 5 decode steps" in shown
         assert "flashinfer_mla_backend.py:616" in shown
         assert "floor       0.93 ms a decode step" in shown
         cost = copies["decode"]["cost_ms_per_step"]
@@ -77,8 +79,25 @@ def test_the_whole_story_in_one_command(run: Invoke, tmp_path: Path, traces: dic
     assert files(tmp_path) == ["config.json", "out"]
 
 
+def test_releases_that_name_their_steps_are_recorded_into_one_file(
+    run: Invoke, tmp_path: Path, traces: dict[str, Path]
+):
+    """By stage, 0.5.17 ends one profile and starts the next within one recorded function, and crashed of it."""
+    with StandIn(traces={"TP-0": traces["TP-0-DECODE"]}) as server:
+        server.info |= {"chunked_prefill_size": 512}
+        result = run(
+            *("profile", "--url", server.url, "--trace-root", tmp_path, "--out", tmp_path / "out"),
+            *("--input-len", "2000", "--cached-len", "1000", "--batch", "2"),
+        )
+        (request,) = server.asked("start_profile")
+    assert result.returncode == 0
+    assert (request["start_step"], request["num_steps"]) == (1, 4 + 5)  # 2,000 fresh tokens in chunks of 512
+    assert "profile_by_stage" not in request
+    assert "recorded are 4 prefill steps and 5 decode steps" in result.stdout
+
+
 def test_one_stage_can_be_asked_for_and_failed_on(run: Invoke, tmp_path: Path, traces: dict[str, Path]):
-    with StandIn(traces=traces) as server:
+    with StandIn(info=dict(BY_STAGE), traces=traces) as server:
         result = run(
             *("profile", "--url", server.url, "--stage", "decode", "--trace-root", tmp_path, "--out", tmp_path / "out"),
             *("--fail-on", "whole-pool-copy:10%"),
@@ -91,7 +110,7 @@ def test_one_stage_can_be_asked_for_and_failed_on(run: Invoke, tmp_path: Path, t
 def test_graphs_come_with_how_to_see_into_them(run: Invoke, tmp_path: Path, traces: dict[str, Path], recordings: Path):
     traces["TP-0-DECODE"] = recordings / "base-graph-decode.trace.json.gz"
     arguments = ["--stage", "decode", "--trace-root", tmp_path]
-    with StandIn(traces=traces) as server:
+    with StandIn(info=dict(BY_STAGE), traces=traces) as server:
         plain = run("profile", "--url", server.url, *arguments, "--out", tmp_path / "a")
         mapping = recordings / "base-eager-decode-stack.trace.json.gz"
         mapped = run("profile", "--url", server.url, *arguments, "--out", tmp_path / "b", "--mapping", mapping)
@@ -102,7 +121,7 @@ def test_graphs_come_with_how_to_see_into_them(run: Invoke, tmp_path: Path, trac
 
 
 def test_missing_ranks_are_named(run: Invoke, tmp_path: Path, traces: dict[str, Path]):
-    with StandIn(traces=traces) as server:
+    with StandIn(info=dict(BY_STAGE), traces=traces) as server:
         server.info |= {"tp_size": 2}
         result = run("profile", "--url", server.url, "--trace-root", tmp_path, "--out", tmp_path / "out")
     assert result.returncode == 0
@@ -113,7 +132,7 @@ def test_traces_out_of_reach_come_with_the_command_to_run_there(run: Invoke, tmp
     """A container's /tmp is not this host's: here the server writes elsewhere than where it is looked for."""
     (tmp_path / "here").mkdir()
     out = tmp_path / "out"
-    with StandIn(traces=traces) as server:
+    with StandIn(info=dict(BY_STAGE), traces=traces) as server:
         root = f"{tmp_path}/container={tmp_path}/here"
         result = run("profile", "--url", server.url, "--trace-root", root, "--out", out)
     assert result.returncode == 4
@@ -170,7 +189,7 @@ def test_an_out_that_holds_another_profile_is_not_mixed_up(run: Invoke, tmp_path
 
 
 def test_ctrl_c_stops_the_profiler_and_keeps_what_was_written(tmp_path: Path, traces: dict[str, Path]):
-    with StandIn(traces={"TP-0-EXTEND": traces["TP-0-EXTEND"]}, lingers=True) as server:
+    with StandIn(info=dict(BY_STAGE), traces={"TP-0-EXTEND": traces["TP-0-EXTEND"]}, lingers=True) as server:
         command = [sys.executable, "-m", "mla_diag", "profile", "--url", server.url]
         places = ["--out", str(tmp_path / "out"), "--trace-root", str(tmp_path)]
         process = subprocess.Popen([*command, *places], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)

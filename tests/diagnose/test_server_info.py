@@ -29,6 +29,7 @@ def test_the_recorded_server(recordings: Path):
         radix_cache=True,
         disaggregation="null",
         longest_input=163_834,
+        chunked_prefill_size=8192,
     )
     assert info.pool_bytes == pytest.approx(495_553 * 576 * 78, abs=POOL_BYTES_ERROR)
     assert info.pool_rows == 495_553
