@@ -42,7 +42,7 @@ class ServerError(MlaDiagError):
 
 
 class ServerGoneError(ServerError):
-    """A live server that answered before has gone: nothing listens at its address."""
+    """Nothing listens at a live server's address, or no longer does, and so nothing of ours is left running there."""
 
 
 class RefusedError(ServerError):

@@ -234,7 +234,7 @@ class Client:
         except httpx.TimeoutException:
             problem = f"/{path} did not answer within {answer:g} s; the server may be busy, hung, or no SGLang server"
         except httpx.ConnectError as error:
-            problem = _connect_problem(str(error))
+            raise ServerGoneError(f"{self.url}: {_connect_problem(str(error))}") from None
         except httpx.HTTPError as error:
             problem = f"/{path}: the connection broke ({_one_line(str(error)) or type(error).__name__}); is it up?"
         except RuntimeError:  # the client was closed meanwhile

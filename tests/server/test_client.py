@@ -134,7 +134,7 @@ def test_a_redirected_start_is_not_repeated_as_a_profile_without_an_end():
 def test_nothing_listening_is_one_line():
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
-        with pytest.raises(ServerError, match="nothing answers there"):
+        with pytest.raises(ServerGoneError, match="nothing answers there"):
             Client(f"http://127.0.0.1:{unused.getsockname()[1]}", timeouts=QUICK).server_info()
 
 
