@@ -25,6 +25,14 @@ app = typer.Typer(
 )
 
 
+ApiKey = Annotated[
+    str | None,
+    typer.Option(envvar="MLA_DIAG_API_KEY", show_default=False, help="For servers started with --api-key."),
+]
+CaFile = Annotated[Path | None, typer.Option(help="Certificate of the authority that signed the server's.")]
+Insecure = Annotated[bool, typer.Option("--insecure", help="Do not check the server's certificate.")]
+
+
 def _show_version(asked: bool) -> None:
     if asked:
         typer.echo(f"mla-diag {__version__}")
@@ -88,6 +96,117 @@ def explain(
         mapping=mapping,
         fail_on=fail_on or (),
         ignore=ignore or (),
+    )
+
+
+@app.command()
+def profile(
+    url: Annotated[str, typer.Option(help="The server's address: http://HOST:PORT, with its path.")],
+    stage: Annotated[str, typer.Option(help="The stages to report: decode, prefill or both.")] = "decode,prefill",
+    steps: Annotated[int, typer.Option(min=1, max=100, help="Steps of each stage to record.")] = 5,
+    batch: Annotated[int, typer.Option(min=1, help="Requests in a step.")] = 1,
+    input_len: Annotated[int, typer.Option(min=1, help="Tokens of each prompt.")] = 2000,
+    cached_len: Annotated[
+        int | None, typer.Option(min=0, show_default="half", help="Of them, in the cache before: paged prefill.")
+    ] = None,
+    output_len: Annotated[
+        int | None, typer.Option(min=1, show_default="what the steps take", help="New tokens of each.")
+    ] = None,
+    stacks: Annotated[
+        bool, typer.Option("--stacks", help="Record Python stacks: names lines, slows the host.")
+    ] = False,
+    no_load: Annotated[
+        bool, typer.Option("--no-load", help="Send nothing: record the next --steps forward passes of your traffic.")
+    ] = False,
+    out: Annotated[
+        Path | None, typer.Option(show_default="a new one", help="The directory to leave everything in.")
+    ] = None,
+    trace_root: Annotated[
+        str | None,
+        typer.Option(
+            metavar="PATH",
+            help="Where the server writes and this host can read: a shared path, an fsspec URL, or PATH=PATH_OR_URL.",
+        ),
+    ] = None,
+    model_config: Annotated[
+        Path | None, typer.Option(help="The model's config.json, or the directory that has it.")
+    ] = None,
+    mapping: Annotated[Path | None, typer.Option(help="A trace that names what CUDA graphs replay.")] = None,
+    top: Annotated[int, typer.Option(min=1, help="Ops to print a stage.")] = 10,
+    fail_on: Annotated[
+        list[str] | None, typer.Option(metavar="KIND[:LIMIT]", help="Exit with 1 on such a finding.")
+    ] = None,
+    export_timeout: Annotated[float, typer.Option(min=1, help="Seconds to wait while it exports.")] = 600.0,
+    traffic_timeout: Annotated[float, typer.Option(min=1, help="Seconds to wait for traffic with --no-load.")] = 120.0,
+    api_key: ApiKey = None,
+    ca_file: CaFile = None,
+    insecure: Insecure = False,
+) -> None:
+    """Record what a live server's steps spend their time on, and explain it.
+
+    Exits as explain does, and with 4 if the server cannot be reached, refuses, or never writes its traces.
+    """
+    from mla_diag.commands import profile as command
+    from mla_diag.server.client import Timeouts
+
+    options = command.Options(
+        stages=command.parse_stages(stage),
+        steps=steps,
+        batch=batch,
+        input_len=input_len,
+        cached_len=cached_len,
+        output_len=output_len,
+        stacks=stacks,
+        no_load=no_load,
+        traffic_timeout=traffic_timeout,
+        out=out,
+        trace_root=trace_root,
+        model_config=model_config,
+        mapping=mapping,
+        top=top,
+        fail_on=fail_on or (),
+    )
+    timeouts = Timeouts(export=export_timeout)
+    command.run(url, options, api_key=api_key, verify=not insecure and (ca_file or True), timeouts=timeouts)
+
+
+@app.command()
+def doctor(
+    url: Annotated[str | None, typer.Option(help="The server's address: http://HOST:PORT, with its path.")] = None,
+    server_info: Annotated[
+        Path | None, typer.Option(help="Instead of a live server: what its GET /server_info answered.")
+    ] = None,
+    model_config: Annotated[
+        Path | None, typer.Option(help="The model's config.json, or the directory that has it.")
+    ] = None,
+    gpu: Annotated[
+        str | None, typer.Option(help="The server's card, where nothing says: H100, NVIDIA B200 ...")
+    ] = None,
+    batch: Annotated[int, typer.Option(min=1, help="Requests of the decode step whose floor is shown.")] = 1,
+    context: Annotated[int, typer.Option(min=1, help="Tokens of each.")] = 2000,
+    output_format: Annotated[str, typer.Option("--format", help="terminal or json.")] = "terminal",
+    api_key: ApiKey = None,
+    ca_file: CaFile = None,
+    insecure: Insecure = False,
+) -> None:
+    """Say whether a server copies its KV pool, what that costs and what to do; no load, no profiling.
+
+    Exits with 0, with 1 if the server copies its pool, 2 if too little is known to tell, 3 for a file that cannot be
+    read, 4 if the server does not answer.
+    """
+    from mla_diag.commands import common
+    from mla_diag.commands import doctor as command
+
+    command.run(
+        url,
+        api_key=api_key,
+        verify=not insecure and (ca_file or True),
+        server_info=server_info,
+        model_config=model_config,
+        gpu=gpu,
+        batch=batch,
+        context=context,
+        output_format=common.parse_format(output_format),
     )
 
 

@@ -23,6 +23,12 @@ class SlowerError(MlaDiagError):
     exit_code = 1
 
 
+class ExposedError(MlaDiagError):
+    """A server that copies its KV pool, which `doctor` exits with 1 for."""
+
+    exit_code = 1
+
+
 class UsageError(MlaDiagError):
     """The command was asked for something that makes no sense."""
 
@@ -39,3 +45,17 @@ class UnknownCodeError(MlaDiagError):
     """A source file is not what a rewrite of it was made for; nothing has been touched."""
 
     exit_code = 5
+
+
+class ServerError(MlaDiagError):
+    """A live server could not be reached, refused what was asked, or did not do it in time."""
+
+    exit_code = 4
+
+
+class ServerGoneError(ServerError):
+    """Nothing listens at a live server's address, or no longer does, and so nothing of ours is left running there."""
+
+
+class RefusedError(ServerError):
+    """A live server refused what was asked, so that it is as it was before."""

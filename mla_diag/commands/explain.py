@@ -6,11 +6,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from mla_diag.commands.common import Format, check_output, destination, reading_progress
+from mla_diag.diagnose.diagnosis import Diagnosis
 from mla_diag.diagnose.explain import explain, find_traces
 from mla_diag.diagnose.rules import KINDS
 from mla_diag.diagnose.server_info import read_server_info
 from mla_diag.diagnose.step_spans import Stage
-from mla_diag.diagnose.verdict import parse_fail_on
+from mla_diag.diagnose.verdict import FailOn, parse_fail_on
 from mla_diag.errors import FindingError, UnreadableInputError
 from mla_diag.report.json import render_json
 from mla_diag.report.terminal import print_report
@@ -61,6 +62,15 @@ def run(
             print_report(diagnosis, console, top)
     if diagnosis.unreadable:
         raise UnreadableInputError("\n".join(diagnosis.unreadable))
+    fail_on_findings(diagnosis, failures)
+
+
+def fail_on_findings(diagnosis: Diagnosis, failures: Sequence[FailOn]) -> None:
+    """End the command if a finding is there that it was told to fail on.
+
+    Raises:
+        FindingError: One is.
+    """
     failed = [finding for finding in diagnosis.findings if any(failure.holds(finding) for failure in failures)]
     if failed:
         raise FindingError(

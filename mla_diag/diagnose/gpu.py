@@ -63,8 +63,12 @@ def gpu_of(trace: Trace) -> Gpu:
     """The card that a trace was recorded on."""
     properties = trace.device_properties or {}
     count = properties.get("numSms")
-    name = trace.device
+    return gpu_named(trace.device, count if isinstance(count, int) else None)
+
+
+def gpu_named(name: str | None, multiprocessors: int | None = None) -> Gpu:
+    """The card of that name, as a driver or a trace has it."""
     for pattern, terabytes, source in _BANDWIDTHS:
         if name is not None and re.search(pattern, name):
-            return Gpu(name, count if isinstance(count, int) else None, terabytes * 1e12, source)
-    return Gpu(name, count if isinstance(count, int) else None, None, None)
+            return Gpu(name, multiprocessors, terabytes * 1e12, source)
+    return Gpu(name, multiprocessors, None, None)

@@ -14,6 +14,10 @@ import msgspec
 
 from mla_diag.errors import UnreadableInputError
 
+_GIB = 1 << 30
+# Releases before 0.5.17 round to a hundredth of a GiB, later ones to a thousandth.
+POOL_BYTES_ERROR = _GIB // 200
+
 
 @dataclass(frozen=True)
 class ServerInfo:
@@ -28,6 +32,22 @@ class ServerInfo:
         prefill_backend: The prefill's own.
         decode_backend: The decode's own.
         cuda_graphs: Whether decode runs from CUDA graphs.
+        model_path: Where the server has its model.
+        quantization: Of the weights, as given to the server.
+        tensor_parallel: Ranks that share each layer.
+        data_parallel: Replicas, of the model or, with `dp_attention`, of its attention only.
+        pipeline_parallel: Ranks that the layers are split over.
+        expert_parallel: Ranks that the experts are split over.
+        dp_attention: Whether data parallelism is among the ranks of tensor parallelism.
+        nodes: Hosts that the ranks run on.
+        pool_bytes: Of the KV pool on one rank, all layers, right to within `POOL_BYTES_ERROR`.
+        weight_bytes: Of the weights on one rank.
+        chunked_prefix_cache: The scheduler's own word; it turns this off for models that are not MLA.
+        radix_cache: Whether prefixes are kept.
+        disaggregation: `prefill` or `decode` for servers that do one of the two only, else `null`.
+        longest_input: Tokens that a prompt can have.
+        chunked_prefill_size: Tokens that a forward pass prefills at most; -1 for any number.
+        draft_tokens: Tokens that a decode step can yield at most: more than 1 with speculative decoding.
     """
 
     version: str | None
@@ -38,6 +58,22 @@ class ServerInfo:
     prefill_backend: str | None
     decode_backend: str | None
     cuda_graphs: bool | None
+    model_path: str | None = None
+    quantization: str | None = None
+    tensor_parallel: int = 1
+    data_parallel: int = 1
+    pipeline_parallel: int = 1
+    expert_parallel: int = 1
+    dp_attention: bool = False
+    nodes: int = 1
+    pool_bytes: int | None = None
+    weight_bytes: int | None = None
+    chunked_prefix_cache: bool | None = None
+    radix_cache: bool | None = None
+    disaggregation: str | None = None
+    longest_input: int | None = None
+    chunked_prefill_size: int | None = None
+    draft_tokens: int = 1
 
     @property
     def pool_rows(self) -> int | None:
@@ -51,12 +87,17 @@ class ServerInfo:
             return None
         return self.kv_cache_dtype.startswith("fp8")
 
+    def backend(self, *, decode: bool) -> str | None:
+        """The attention backend of a stage."""
+        return (self.decode_backend if decode else self.prefill_backend) or self.attention_backend
+
 
 def parse_server_info(answer: dict[str, Any]) -> ServerInfo:
     """The facts in a server's answer, whatever the release: what the scheduler says wins over the arguments."""
     states = answer.get("internal_states")
     state = states[0] if isinstance(states, list) and states and isinstance(states[0], dict) else {}
-    memory = state.get("memory_usage")
+    usage = state.get("memory_usage")
+    memory = usage if isinstance(usage, dict) else {}
 
     def first(name: str, kind: type[Any], *more: Any) -> Any:
         for value in (*more, state.get(name), answer.get(name)):
@@ -64,13 +105,15 @@ def parse_server_info(answer: dict[str, Any]) -> ServerInfo:
                 return value
         return None
 
-    disabled = first("disable_cuda_graph", bool)
+    def enabled(disable: Any) -> bool | None:
+        return None if not isinstance(disable, bool) else not disable
+
     return ServerInfo(
         version=first("version", str),
         pool_tokens=first(
             "max_total_num_tokens",
             int,
-            memory.get("token_capacity") if isinstance(memory, dict) else None,
+            memory.get("token_capacity"),
             answer.get("max_total_num_tokens"),
             state.get("max_total_num_tokens"),
             state.get("max_total_tokens"),
@@ -80,8 +123,28 @@ def parse_server_info(answer: dict[str, Any]) -> ServerInfo:
         attention_backend=first("attention_backend", str),
         prefill_backend=first("prefill_attention_backend", str),
         decode_backend=first("decode_attention_backend", str),
-        cuda_graphs=None if disabled is None else not disabled,
+        cuda_graphs=enabled(first("disable_cuda_graph", bool)),
+        model_path=first("model_path", str),
+        quantization=first("quantization", str),
+        tensor_parallel=first("tp_size", int) or 1,
+        data_parallel=first("dp_size", int) or 1,
+        pipeline_parallel=first("pp_size", int) or 1,
+        expert_parallel=first("ep_size", int) or 1,
+        dp_attention=bool(first("enable_dp_attention", bool)),
+        nodes=first("nnodes", int) or 1,
+        pool_bytes=_gibibytes(memory.get("kvcache")),
+        weight_bytes=_gibibytes(memory.get("weight")),
+        chunked_prefix_cache=enabled(state.get("disable_chunked_prefix_cache")),
+        radix_cache=enabled(first("disable_radix_cache", bool)),
+        disaggregation=first("disaggregation_mode", str),
+        longest_input=first("max_req_input_len", int),
+        chunked_prefill_size=first("chunked_prefill_size", int),
+        draft_tokens=first("speculative_num_draft_tokens", int) or 1,
     )
+
+
+def _gibibytes(value: Any) -> int | None:
+    return round(value * _GIB) if isinstance(value, (int, float)) and value > 0 else None
 
 
 def read_server_info(path: Path) -> ServerInfo:

@@ -7,13 +7,31 @@ from typing import Any
 
 import pytest
 
-from mla_diag.diagnose.server_info import ServerInfo, parse_server_info, read_server_info
+from mla_diag.diagnose.server_info import POOL_BYTES_ERROR, ServerInfo, parse_server_info, read_server_info
 from mla_diag.errors import UnreadableInputError
 
 
 def test_the_recorded_server(recordings: Path):
     info = read_server_info(recordings / "base.server_info.json")
-    assert info == ServerInfo("0.5.17", 495_552, 1, "fp8_e4m3", "flashinfer", None, None, False)
+    assert info == ServerInfo(
+        "0.5.17",
+        495_552,
+        1,
+        "fp8_e4m3",
+        "flashinfer",
+        None,
+        None,
+        False,
+        model_path="/tmp/m",
+        pool_bytes=info.pool_bytes,
+        weight_bytes=info.weight_bytes,
+        chunked_prefix_cache=True,
+        radix_cache=True,
+        disaggregation="null",
+        longest_input=163_834,
+        chunked_prefill_size=8192,
+    )
+    assert info.pool_bytes == pytest.approx(495_553 * 576 * 78, abs=POOL_BYTES_ERROR)
     assert info.pool_rows == 495_553
     assert info.fp8_pool is True
 
@@ -34,6 +52,16 @@ def test_the_pool_in_each_spelling(answer: dict[str, Any]):
 @pytest.mark.parametrize("answer", [{}, {"internal_states": []}, {"internal_states": [None], "page_size": True}])
 def test_what_a_server_does_not_say_is_unknown(answer: dict[str, Any]):
     assert parse_server_info(answer) == ServerInfo(None, None, None, None, None, None, None, None)
+
+
+def test_ranks_and_backends_of_each_stage():
+    info = parse_server_info(
+        {"tp_size": 8, "dp_size": 4, "pp_size": 2, "ep_size": 8, "enable_dp_attention": True, "nnodes": 2}
+        | {"attention_backend": "fa3", "decode_attention_backend": "flashmla", "speculative_num_draft_tokens": 4}
+    )
+    assert (info.tensor_parallel, info.data_parallel, info.pipeline_parallel, info.expert_parallel) == (8, 4, 2, 8)
+    assert (info.dp_attention, info.nodes, info.draft_tokens) == (True, 2, 4)
+    assert (info.backend(decode=True), info.backend(decode=False)) == ("flashmla", "fa3")
 
 
 @pytest.mark.parametrize(

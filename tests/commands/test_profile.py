@@ -1,0 +1,207 @@
+"""`mla-diag profile` as its users run it: what it leaves, and one line for whatever goes wrong."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from mla_diag.server import capture
+from tests.commands.invoke import Invoke
+from tests.server.models import GLM78
+from tests.server.stand_in import INFO, StandIn
+
+KEY = "sk-0123456789abcdef"
+# Profiled by stage: a file a stage, as the recordings are.
+BY_STAGE = INFO | {"version": "0.5.11"}
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Invoke:
+    return Invoke(monkeypatch, capsys)
+
+
+@pytest.fixture(autouse=True)
+def _little_grace(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What does not come by itself is waited for in seconds, and these servers have it at once or never."""
+    monkeypatch.setattr(capture, "_GRACE", 0.5)
+
+
+@pytest.fixture
+def traces(recordings: Path) -> dict[str, Path]:
+    """What a server that copies its pool in both stages would write."""
+    return {
+        "TP-0-EXTEND": recordings / "base-prefix-extend-stack.trace.json.gz",
+        "TP-0-DECODE": recordings / "base-eager-decode-stack.trace.json.gz",
+    }
+
+
+def files(folder: Path) -> list[str]:
+    return sorted(file.name for file in folder.iterdir())
+
+
+def test_the_whole_story_in_one_command(run: Invoke, tmp_path: Path, traces: dict[str, Path]):
+    out, config = tmp_path / "out", tmp_path / "config.json"
+    config.write_text(json.dumps(GLM78))
+    with StandIn(info=dict(BY_STAGE), traces=traces, key=KEY) as server:
+        result = run(
+            *("profile", "--url", server.url, "--api-key", KEY, "--out", out, "--model-config", config, "--stacks"),
+            *("--trace-root", tmp_path),
+        )
+        (request,) = server.asked("start_profile")
+    assert (result.returncode, result.stderr) == (0, "")
+    assert request["with_stack"] is True
+    assert files(out) == ["report.json", "report.txt", "server_info.json", "traces"]
+    assert len(files(out / "traces")) == 2
+    report = json.loads((out / "report.json").read_text())
+    copies = {finding["stage"]: finding for finding in report["findings"] if finding["kind"] == "whole-pool-copy"}
+    assert copies["decode"]["cause"]["function"] == "forward_decode"
+    assert copies["prefill"]["cause"]["function"] == "forward_extend"
+    text = (out / "report.txt").read_text()
+    for shown in (result.stdout, text):
+        assert "recorded are 1 prefill step and 5 decode steps" in shown
+        assert "flashinfer_mla_backend.py:616" in shown
+        assert "floor       0.93 ms a decode step" in shown
+        cost = copies["decode"]["cost_ms_per_step"]
+        assert f"ms above the floor, {cost:.2f} of them the copy of the pool" in shown
+    everything = result.stdout + "".join(
+        file.read_text(errors="replace") for file in out.rglob("*") if file.is_file() and file.suffix != ".gz"
+    )
+    assert KEY not in everything
+    assert "sk-of-the-server" not in everything
+    # The server's own copies are gone.
+    assert files(tmp_path) == ["config.json", "out"]
+
+
+def test_releases_that_name_their_steps_are_recorded_into_one_file(
+    run: Invoke, tmp_path: Path, traces: dict[str, Path]
+):
+    """By stage, 0.5.17 ends one profile and starts the next within one recorded function, and crashed of it."""
+    with StandIn(traces={"TP-0": traces["TP-0-DECODE"]}) as server:
+        server.info |= {"chunked_prefill_size": 512}
+        result = run(
+            *("profile", "--url", server.url, "--trace-root", tmp_path, "--out", tmp_path / "out"),
+            *("--input-len", "2000", "--cached-len", "1000", "--batch", "2"),
+        )
+        (request,) = server.asked("start_profile")
+    assert result.returncode == 0
+    assert (request["start_step"], request["num_steps"]) == (1, 4 + 5)  # 2,000 fresh tokens in chunks of 512
+    assert "profile_by_stage" not in request
+    assert "recorded are 4 prefill steps and 5 decode steps" in result.stdout
+
+
+def test_one_stage_can_be_asked_for_and_failed_on(run: Invoke, tmp_path: Path, traces: dict[str, Path]):
+    with StandIn(info=dict(BY_STAGE), traces=traces) as server:
+        result = run(
+            *("profile", "--url", server.url, "--stage", "decode", "--trace-root", tmp_path, "--out", tmp_path / "out"),
+            *("--fail-on", "whole-pool-copy:10%"),
+        )
+    assert result.returncode == 1
+    assert result.stderr.startswith("mla-diag: --fail-on whole-pool-copy")
+    assert {stage["stage"] for stage in json.loads((tmp_path / "out/report.json").read_text())["stages"]} == {"decode"}
+
+
+def test_graphs_come_with_how_to_see_into_them(run: Invoke, tmp_path: Path, traces: dict[str, Path], recordings: Path):
+    traces["TP-0-DECODE"] = recordings / "base-graph-decode.trace.json.gz"
+    arguments = ["--stage", "decode", "--trace-root", tmp_path]
+    with StandIn(info=dict(BY_STAGE), traces=traces) as server:
+        plain = run("profile", "--url", server.url, *arguments, "--out", tmp_path / "a")
+        mapping = recordings / "base-eager-decode-stack.trace.json.gz"
+        mapped = run("profile", "--url", server.url, *arguments, "--out", tmp_path / "b", "--mapping", mapping)
+    assert f"mla-diag profile --url {server.url} --stacks --stage decode" in plain.stdout
+    assert "--enable-profile-cuda-graph" in plain.stdout
+    assert "--enable-profile-cuda-graph" not in mapped.stdout
+    assert "forward_decode" in mapped.stdout
+
+
+def test_missing_ranks_are_named(run: Invoke, tmp_path: Path, traces: dict[str, Path]):
+    with StandIn(info=dict(BY_STAGE), traces=traces) as server:
+        server.info |= {"tp_size": 2}
+        result = run("profile", "--url", server.url, "--trace-root", tmp_path, "--out", tmp_path / "out")
+    assert result.returncode == 0
+    assert "note: no decode trace of TP-1 (1 of 2 ranks)" in result.stdout
+
+
+def test_traces_out_of_reach_come_with_the_command_to_run_there(run: Invoke, tmp_path: Path, traces: dict[str, Path]):
+    """A container's /tmp is not this host's: here the server writes elsewhere than where it is looked for."""
+    (tmp_path / "here").mkdir()
+    out = tmp_path / "out"
+    with StandIn(info=dict(BY_STAGE), traces=traces) as server:
+        root = f"{tmp_path}/container={tmp_path}/here"
+        result = run("profile", "--url", server.url, "--trace-root", root, "--out", out)
+    assert result.returncode == 4
+    first, second = result.stderr.splitlines()
+    assert "a container has a disk of its own" in first
+    assert f"mla-diag explain {tmp_path}/container/mla-diag-" in second
+    assert str(out / "server_info.json") in second
+
+
+@pytest.mark.parametrize(
+    ("behaviour", "options", "code", "words"),
+    [
+        ({"answers": {"server_info": (404, "")}}, [], 4, "neither /server_info nor"),
+        ({"answers": {"start_profile": (500, "Internal Server Error")}}, [], 4, "refused to start its profiler"),
+        ({"answers": {"generate": (500, "boom")}}, [], 4, "HTTP 500: boom"),
+        ({"dies_in": "generate"}, [], 4, "the connection broke"),
+        ({"key": KEY}, ["--api-key", "wrong"], 4, "refuses this API key"),
+        ({}, ["--batch", "1000"], 2, "this server's pool has 495,552"),
+        ({}, ["--stage", "decoding"], 2, "--stage decoding"),
+        ({"info": INFO | {"version": "0.4.9"}}, ["--no-load"], 2, "--no-load: SGLang 0.4.9 cannot profile from a"),
+        ({}, ["--trace-root", "/nonexistent"], 2, "no such directory"),
+        ({}, ["--out", "/dev/null/x"], 2, "cannot be made"),
+        ({}, ["--fail-on", "nothing"], 2, "--fail-on nothing"),
+        ({}, ["--model-config", "/nonexistent"], 3, "check --model-config"),
+    ],
+)
+def test_what_goes_wrong_is_one_line(
+    run: Invoke, tmp_path: Path, behaviour: dict[str, object], options: list[str], code: int, words: str
+):
+    with StandIn(**behaviour) as server:
+        result = run("profile", "--url", server.url, "--out", tmp_path / "out", "--trace-root", tmp_path, *options)
+    (line,) = result.stderr.splitlines()
+    assert result.returncode == code
+    assert words in line
+    assert "wrong" not in line
+
+
+def test_help_can_be_shown(run: Invoke):
+    """Its texts are markup to typer: a bracket in one of them was an error once."""
+    for command in ("profile", "doctor"):
+        result = run(command, "--help")
+        assert (result.returncode, result.stderr) == (0, "")
+        assert "--api-key" in result.stdout
+
+
+def test_an_out_that_holds_another_profile_is_not_mixed_up(run: Invoke, tmp_path: Path):
+    (tmp_path / "out/traces").mkdir(parents=True)
+    (tmp_path / "out/traces/1-TP-0.trace.json.gz").touch()
+    with StandIn() as server:
+        result = run("profile", "--url", server.url, "--out", tmp_path / "out", "--trace-root", tmp_path)
+        assert server.asked("start_profile") == []
+    assert result.returncode == 2
+    assert "another profile" in result.stderr
+
+
+def test_ctrl_c_stops_the_profiler_and_keeps_what_was_written(tmp_path: Path, traces: dict[str, Path]):
+    with StandIn(info=dict(BY_STAGE), traces={"TP-0-EXTEND": traces["TP-0-EXTEND"]}, lingers=True) as server:
+        command = [sys.executable, "-m", "mla_diag", "profile", "--url", server.url]
+        places = ["--out", str(tmp_path / "out"), "--trace-root", str(tmp_path)]
+        process = subprocess.Popen([*command, *places], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        deadline = time.monotonic() + 30
+        while not list(tmp_path.glob("mla-diag-*/*.gz")) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        os.kill(process.pid, signal.SIGINT)
+        _, said = process.communicate(timeout=30)
+        assert process.returncode == 130
+        assert server.asked("stop_profile")
+        assert server.asked("start_profile")[-1]["start_step"] > 1 << 32
+        assert server.asked("abort_request")
+    assert "Traceback" not in said
+    assert "written by then: 1 trace" in said
+    assert len(files(tmp_path / "out/traces")) == 1
