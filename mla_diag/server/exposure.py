@@ -10,6 +10,7 @@ from collections.abc import Iterable
 
 import msgspec
 
+from mla_diag.diagnose.cause import known_line
 from mla_diag.diagnose.gpu import Gpu
 from mla_diag.diagnose.pool import MLA_WIDTH
 from mla_diag.diagnose.server_info import POOL_BYTES_ERROR, ServerInfo
@@ -44,7 +45,7 @@ class StageExposure(msgspec.Struct, frozen=True):
         stage: decode or prefill.
         backend: The attention backend; None where the server does not say.
         copies: None where that is not known.
-        site: The file and function of SGLang's that casts; None where none does.
+        site: The file, line (where the release is known) and function of SGLang's that casts; None where none does.
         why: In words.
     """
 
@@ -221,9 +222,9 @@ def _stage(stage: Stage, server: ServerInfo, gpu: Gpu, mla: Value, fp8: bool | N
     if mla is None or fp8 is None:
         why += f", if {'the model is MLA' if mla is None else 'the pool is FP8'}"
     # An FP8 pool and a backend that casts it leave one question open; an unknown pool leaves it open altogether.
-    return StageExposure(
-        stage, said, None if fp8 is None else True, f"sglang/srt/layers/attention/{file} {function}", why
-    )
+    line = known_line(server.version, file, function)
+    site = f"sglang/srt/layers/attention/{file}{'' if line is None else f':{line}'} {function}"
+    return StageExposure(stage, said, None if fp8 is None else True, site, why)
 
 
 def _harmless(backend: str | None, server: ServerInfo, mla: Value, fp8: bool | None) -> str | None:

@@ -33,8 +33,8 @@ def test_the_recorded_server_copies_its_pool(server: ServerInfo):
     exposure = expose(server, MODEL, gpu=H200)
     assert exposure.exposed is True
     assert [stage.site for stage in exposure.stages] == [
-        "sglang/srt/layers/attention/flashinfer_mla_backend.py forward_decode",
-        "sglang/srt/layers/attention/flashinfer_mla_backend.py forward_extend",
+        "sglang/srt/layers/attention/flashinfer_mla_backend.py:660 forward_decode",
+        "sglang/srt/layers/attention/flashinfer_mla_backend.py:598 forward_extend",
     ]
 
 
