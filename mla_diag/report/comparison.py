@@ -49,7 +49,7 @@ def _header(stage: StageChange) -> Iterator[Text]:
     if stage.fixed:
         yield Text.assemble(("fixed: ", "green"), ", ".join(stage.fixed))
     if stage.new:
-        yield Text.assemble(("new: ", "red"), ", ".join(stage.new))
+        yield Text.assemble(("found now: ", "yellow"), ", ".join(stage.new))
 
 
 def _ops(stage: StageChange, top: int, console: Console) -> Iterator[Text]:
