@@ -68,10 +68,11 @@ def find_pool(ops: Iterable[Op], step_names: Iterable[str], server: ServerInfo |
         server: What the server says, if it was asked.
     """
     ops = list(ops)
-    batch = {number for name in step_names for number in batch_sizes(name)}
+    names = list(step_names)
+    batch = {number for name in names for number in batch_sizes(name)}
     if server is not None and server.pool_rows is not None:
         return _by_server(ops, server, batch)
-    return _by_recurrence(ops, batch)
+    return _by_recurrence(ops, batch, len(names))
 
 
 def _by_server(ops: Sequence[Op], server: ServerInfo, batch: set[int]) -> Pool | None:
@@ -89,8 +90,8 @@ def _by_server(ops: Sequence[Op], server: ServerInfo, batch: set[int]) -> Pool |
     return Pool(server.pool_rows, MLA_WIDTH, "server-info", "medium") if server.pool_rows else None
 
 
-def _by_recurrence(ops: Sequence[Op], batch: set[int]) -> Pool | None:
-    """The pool is what recurs in every layer, is no batch's size, and is never multiplied with a matrix.
+def _by_recurrence(ops: Sequence[Op], batch: set[int], steps: int) -> Pool | None:
+    """The pool is what recurs in every step, is no batch's size, and is never multiplied with a matrix.
 
     Activations have as many rows as the batch has tokens, and are multiplied with weights; weights are multiplied too.
     What is left with three dimensions or more is the pool; of two it is one only with MLA's width and more rows than
@@ -107,7 +108,7 @@ def _by_recurrence(ops: Sequence[Op], batch: set[int]) -> Pool | None:
                 continue
             seen[rows, width] += op.launches_per_step
             deep[rows, width] += dimensions >= 3 or (width == MLA_WIDTH and rows >= FLAT_POOL_ROWS)
-    recurring = {key: count for key, count in seen.items() if count >= 2 and deep[key]}
+    recurring = {key: count for key, count in seen.items() if count >= 1 and count * steps >= 2 and deep[key]}
     if not recurring:
         return None
     rows, width = max(recurring, key=lambda key: (recurring[key] * key[0] * key[1], key))

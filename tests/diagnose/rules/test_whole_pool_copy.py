@@ -132,6 +132,26 @@ def test_evidence_of_a_cast(tmp_path: Path):
     assert "from Float8_e4m3fn to BFloat16 4 times a step" in finding.title
 
 
+def one_layer(path: Path, steps: int) -> Path:
+    builder = TraceBuilder()
+    for step in range(steps):
+        builder.span("step[DECODE bs=1]", 1_000 * step, 900)
+        POOL_COPIES["cast"](builder, 1_000 * step + 10)
+    return builder.write(path)
+
+
+def test_a_pool_recurs_over_steps_where_there_is_one_layer(tmp_path: Path):
+    (finding,) = found(one_layer(tmp_path / "two.json", 2))
+    assert finding.evidence["calls_per_step"] == 1
+
+
+def test_one_copy_of_one_step_recurs_nowhere(tmp_path: Path):
+    """It may be anything; only the server can tell that it is the pool."""
+    path = one_layer(tmp_path / "one.json", 1)
+    assert found(path) == []
+    assert len(found(path, server=parse_server_info({"max_total_num_tokens": ROWS - 1, "page_size": 1}))) == 1
+
+
 NEAR_MISSES = {
     "a weight cast of the same bytes": one_op(
         "aten::copy_", **tensor_arguments(([18_000, 3_200], BF16), ([18_000, 3_200], FP8))
