@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -114,10 +115,14 @@ def _pool(trace: Trace, steps: Steps, ranked: dict[Stage, list[RankedOp]], serve
     """The pool, by the server or by shapes, else by what is copied before attention."""
     names = [name for number, name in enumerate(steps.spans.names) if steps.counted[number]]
     pool = find_pool((row.op for rows in ranked.values() for row in rows), names, server)
-    if pool is None:
-        events = np.flatnonzero((steps.inside != MISSING) & steps.counted[steps.inside])
-        pool = pool_from_geometry([copy.elements.most for copy in copies_before_attention(trace, events)], names)
-    return pool
+    if pool is not None and pool.confidence == "high":
+        return pool
+    events = np.flatnonzero((steps.inside != MISSING) & steps.counted[steps.inside])
+    copied = pool_from_geometry([copy.elements.most for copy in copies_before_attention(trace, events)], names)
+    if pool is None or copied is None:
+        return pool or copied
+    # Two accounts of the pool: where they agree it is sure, else what the trace shows goes before what a server says.
+    return replace(pool, confidence="high") if copied.rows == pool.rows else copied
 
 
 def _stage_report(trace: Trace, steps: Steps, stage: Stage, index: int, ops: list[Op]) -> StageReport:

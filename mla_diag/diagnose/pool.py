@@ -70,13 +70,13 @@ def find_pool(ops: Iterable[Op], step_names: Iterable[str], server: ServerInfo |
     ops = list(ops)
     names = list(step_names)
     batch = {number for name in names for number in batch_sizes(name)}
-    if server is not None and server.pool_rows is not None:
-        return _by_server(ops, server, batch)
-    return _by_recurrence(ops, batch, len(names))
+    return _by_server(ops, server, batch) or _by_recurrence(ops, batch, len(names)) or _said_by_server(server)
 
 
-def _by_server(ops: Sequence[Op], server: ServerInfo, batch: set[int]) -> Pool | None:
-    """The width of the rows of the server's pool, by the tensors of that many rows; MLA's where there are none."""
+def _by_server(ops: Sequence[Op], server: ServerInfo | None, batch: set[int]) -> Pool | None:
+    """The width of the rows of the server's pool, by the tensors of that many rows; None where there are none."""
+    if server is None or server.pool_rows is None:
+        return None
     rows = {server.pool_rows, server.pool_tokens} - batch
     widths: Counter[tuple[int, int]] = Counter()
     for op in ops:
@@ -84,10 +84,17 @@ def _by_server(ops: Sequence[Op], server: ServerInfo, batch: set[int]) -> Pool |
             for count, width in _as_rows(shape):
                 if count in rows and width >= 1 and len(shape) > 1:
                     widths[count, width] += round(op.launches_per_step * 1000)
-    if widths:
-        count, width = widths.most_common(1)[0][0]
-        return Pool(count, width, "server-info", "high")
-    return Pool(server.pool_rows, MLA_WIDTH, "server-info", "medium") if server.pool_rows else None
+    if not widths:
+        return None
+    count, width = widths.most_common(1)[0][0]
+    return Pool(count, width, "server-info", "high")
+
+
+def _said_by_server(server: ServerInfo | None) -> Pool | None:
+    """The server's pool where no tensor shows it, as under CUDA graphs; with the width that every MLA model has."""
+    if server is None or server.pool_rows is None:
+        return None
+    return Pool(server.pool_rows, MLA_WIDTH, "server-info", "medium")
 
 
 def _by_recurrence(ops: Sequence[Op], batch: set[int], steps: int) -> Pool | None:

@@ -132,6 +132,12 @@ def test_evidence_of_a_cast(tmp_path: Path):
     assert "from Float8_e4m3fn to BFloat16 4 times a step" in finding.title
 
 
+def test_the_account_of_another_server_does_not_hide_the_pool(tmp_path: Path):
+    server = parse_server_info({"max_total_num_tokens": 7 * ROWS, "page_size": 1})
+    (finding,) = found(decode(tmp_path / "t.json", POOL_COPIES["cast"]), server=server)
+    assert (finding.evidence["pool_rows"], finding.evidence["pool_source"]) == (ROWS, "recurrence")
+
+
 def one_layer(path: Path, steps: int) -> Path:
     builder = TraceBuilder()
     for step in range(steps):
@@ -266,8 +272,14 @@ def test_under_graphs_the_copy_before_each_attention_is_the_pool(tmp_path: Path)
 def test_under_graphs_the_server_confirms_the_pool(tmp_path: Path):
     server = parse_server_info({"max_total_num_tokens": ROWS - 1, "page_size": 1, "attention_backend": "fa3"})
     (finding,) = found(replayed(tmp_path / "t.json", [ROWS * 576]), server=server)
-    assert finding.evidence["pool_source"] == "server-info"
+    assert (finding.evidence["pool_source"], finding.confidence) == ("server-info", "high")
     assert finding.evidence["pool_rows"] == ROWS
+
+
+def test_under_graphs_the_account_of_another_server_does_not_hide_the_pool(tmp_path: Path):
+    server = parse_server_info({"max_total_num_tokens": 7 * ROWS, "page_size": 1})
+    (finding,) = found(replayed(tmp_path / "t.json", [ROWS * 576]), server=server)
+    assert (finding.evidence["pool_rows"], finding.evidence["pool_source"]) == (ROWS, "geometry")
 
 
 def test_under_graphs_a_pool_of_over_2_gib_is_copied_in_several_kernels(tmp_path: Path):
