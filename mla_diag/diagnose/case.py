@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from mla_diag.diagnose.attention import AttentionCopy, copies_before_attention
 from mla_diag.diagnose.diagnosis import Cause, Finding, Op, StageReport
 from mla_diag.diagnose.gpu import Gpu
 from mla_diag.diagnose.pool import Pool
@@ -53,6 +54,11 @@ class StageCase:
     def events(self) -> Ints:
         """The device events of those steps."""
         return np.flatnonzero(np.isin(self.steps.inside, self.chosen))
+
+    @cached_property
+    def attention_copies(self) -> dict[int, AttentionCopy]:
+        """For each of those device events that is part of a copy right before an attention kernel, that copy."""
+        return {event: copy for copy in copies_before_attention(self.trace, self.events) for event in copy.events}
 
     def finding(
         self,

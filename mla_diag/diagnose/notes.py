@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from mla_diag.diagnose.gpu import gpu_of
+from mla_diag.diagnose.idle import records_stacks
 from mla_diag.diagnose.mapping import Mapping
 from mla_diag.diagnose.step_spans import StepSource
 from mla_diag.diagnose.steps import Steps
@@ -88,7 +89,7 @@ def _missing_detail(trace: Trace, links: Links, mapping: Mapping | None) -> Iter
         )
     if replayed < events and len(trace.ops) and not any(trace.values[n] for n in np.unique(trace.ops.dims).tolist()):
         yield "no input shapes were recorded: profile with record_shapes=true to see them"
-    if trace.metadata.get("with_stack") or len(trace.frames):
+    if records_stacks(trace):
         yield "Python stacks were recorded, which slows the host: wall time is longer than without them"
     elif replayed < events:
         yield "no Python stacks were recorded: profile with with_stack=true to see which line launches what"

@@ -20,11 +20,9 @@ from mla_diag.diagnose.server_info import ServerInfo
 from mla_diag.diagnose.step_spans import Stage, describe_batch
 from mla_diag.diagnose.steps import Steps, busy, find_steps
 from mla_diag.errors import UnreadableInputError
-from mla_diag.trace.columns import MISSING, Ints, rows_by
+from mla_diag.trace.columns import MISSING, NANOS_PER_MS, Ints
 from mla_diag.trace.link import Links, link
 from mla_diag.trace.model import Trace
-
-_NANOS_PER_MS = 1e6
 
 
 class Known(NamedTuple):
@@ -75,7 +73,7 @@ def explain_trace(trace: Trace, index: int = 0, known: Known | None = None) -> T
     launched = links.launch != MISSING
 
     def milliseconds(mask: np.ndarray[tuple[int], np.dtype[np.bool_]]) -> float:
-        return float(events.duration[mask].sum()) / _NANOS_PER_MS
+        return float(events.duration[mask].sum()) / NANOS_PER_MS
 
     mapping = None
     if known.reference is not None:
@@ -89,7 +87,7 @@ def explain_trace(trace: Trace, index: int = 0, known: Known | None = None) -> T
         peak_bytes_per_second=gpu.bandwidth,
         peak_source=gpu.bandwidth_source,
         events=trace.event_count,
-        device_ms=float(events.duration.sum()) / _NANOS_PER_MS,
+        device_ms=float(events.duration.sum()) / NANOS_PER_MS,
         before_first_step_ms=milliseconds((placed == MISSING) & launched),
         left_out_ms=milliseconds(left_out),
         unattributed_ms=milliseconds((placed == MISSING) & ~launched),
@@ -128,9 +126,8 @@ def _pool(trace: Trace, steps: Steps, ranked: dict[Stage, list[RankedOp]], serve
 def _stage_report(trace: Trace, steps: Steps, stage: Stage, index: int, ops: list[Op]) -> StageReport:
     events, chosen = trace.device_events, steps.of(stage)
     count = len(chosen)
-    of_step = rows_by(steps.inside)
-    inside = [of_step.get(step, np.empty(0, np.int64)) for step in chosen.tolist()]
-    device = [float(events.duration[rows].sum()) / _NANOS_PER_MS for rows in inside]
+    inside = [steps.events.get(step, np.empty(0, np.int64)) for step in chosen.tolist()]
+    device = [float(events.duration[rows].sum()) / NANOS_PER_MS for rows in inside]
     union = sum(busy(events.start[rows], events.end[rows]) for rows in inside)
     of_stage = [number for number, other in enumerate(steps.spans.stages) if other is stage]
     return StageReport(
@@ -144,9 +141,9 @@ def _stage_report(trace: Trace, steps: Steps, stage: Stage, index: int, ops: lis
         device_ms_per_step=sum(device) / count,
         device_ms_min=min(device),
         device_ms_max=max(device),
-        busy_ms_per_step=union / count / _NANOS_PER_MS,
-        wall_ms_per_step=_wall(trace, steps, chosen) / _NANOS_PER_MS,
-        between_steps_ms_per_step=float(events.duration[np.isin(steps.after, chosen)].sum()) / count / _NANOS_PER_MS,
+        busy_ms_per_step=union / count / NANOS_PER_MS,
+        wall_ms_per_step=_wall(trace, steps, chosen) / NANOS_PER_MS,
+        between_steps_ms_per_step=float(events.duration[np.isin(steps.after, chosen)].sum()) / count / NANOS_PER_MS,
         ops=ops,
     )
 
@@ -160,9 +157,8 @@ def _wall(trace: Trace, steps: Steps, chosen: Ints) -> float:
     events = trace.device_events
     end = events.end
     first, last = {}, {}
-    for step, rows in rows_by(steps.inside).items():
-        if step != MISSING:
-            first[step], last[step] = int(events.start[rows].min()), int(end[rows].max())
+    for step, rows in steps.events.items():
+        first[step], last[step] = int(events.start[rows].min()), int(end[rows].max())
     spans = [first[step + 1] - first[step] for step in chosen.tolist() if step in first and step + 1 in first]
     spans = spans or [last[step] - first[step] for step in chosen.tolist() if step in first]
     return float(np.median(spans)) if spans else 0.0

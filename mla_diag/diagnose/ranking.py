@@ -11,11 +11,10 @@ from mla_diag.diagnose.diagnosis import KernelUse, Op, Source
 from mla_diag.diagnose.geometry import bytes_moved, extents
 from mla_diag.diagnose.mapping import MappedOp, Mapping, mapped_op
 from mla_diag.diagnose.traffic import bytes_from_shapes, bytes_of_memcpy
-from mla_diag.trace.columns import MISSING, Ints
+from mla_diag.trace.columns import MISSING, NANOS_PER_MS, Ints
 from mla_diag.trace.link import Links
 from mla_diag.trace.model import DeviceKind, Trace
 
-_NANOS_PER_MS = 1e6
 _NANOS_PER_SECOND = 1e9
 
 
@@ -103,7 +102,7 @@ def _op(trace: Trace, links: Links, row: _Row, steps: int, total: int, mapping: 
         mapped=row.mapped != MISSING,
         launches_per_step=launches / steps,
         calls_per_step=calls / steps,
-        ms_per_step=spent / steps / _NANOS_PER_MS,
+        ms_per_step=spent / steps / NANOS_PER_MS,
         share=spent / total if total else 0.0,
         shapes=None if by.inputs is None else [list(tensor.shape) for tensor in by.inputs],
         dtypes=None if by.inputs is None else [tensor.dtype for tensor in by.inputs],
@@ -147,7 +146,7 @@ def _kernels(trace: Trace, events: Ints, steps: int) -> list[KernelUse]:
         KernelUse(
             kernel=trace.names[distinct[0, number]],
             launches_per_step=int(count[number]) / steps,
-            ms_per_step=float(spent[number]) / steps / _NANOS_PER_MS,
+            ms_per_step=float(spent[number]) / steps / NANOS_PER_MS,
             grid=extents(trace.values[distinct[1, number]]),
             block=extents(trace.values[distinct[2, number]]),
         )

@@ -7,6 +7,7 @@ device still runs step N, so the clock would blame the wrong step.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,6 +39,13 @@ class Steps:
     after: Ints
     counted: NDArray[np.bool_]
     complete: NDArray[np.bool_]
+
+    @cached_property
+    def events(self) -> dict[int, Ints]:
+        """For each step that launched any, the device events that are inside it."""
+        of_step = rows_by(self.inside)
+        of_step.pop(MISSING, None)
+        return of_step
 
     def of(self, stage: Stage) -> Ints:
         """The counted steps of a stage."""

@@ -18,6 +18,7 @@ Ids: TypeAlias = NDArray[np.int32]
 Key = TypeVar("Key", bound=Hashable)
 
 MISSING = -1
+NANOS_PER_MS = 1e6  # every time in a trace's columns is in nanoseconds
 NO_TIME = np.iinfo(np.int64).min
 # Below this many microseconds a double still tells neighbouring nanoseconds apart; traces that count from the epoch
 # are above it (kineto: baseTimeNanoseconds keeps newer ones below).

@@ -17,7 +17,7 @@ from mla_diag.diagnose.diagnosis import Finding
 from mla_diag.diagnose.step_spans import Stage
 from mla_diag.diagnose.steps import busy, step_at
 from mla_diag.diagnose.thresholds import DROPPED_SHARE, REPLAY_GAP_MICROSECONDS, REPLAY_IDLE
-from mla_diag.trace.columns import MISSING
+from mla_diag.trace.columns import MISSING, NANOS_PER_MS
 from mla_diag.trace.model import DeviceEvents
 
 KIND = "dropped-events"
@@ -106,7 +106,7 @@ def _look(case: StageCase) -> tuple[list[_Loss], dict[str, Any]]:
         "launches_without_device_event": silent,
         "device_events": events,
         "device_events_without_launch": orphans,
-        "ms_without_launch": float(trace.device_events.duration[orphaned].sum()) / 1e6,
+        "ms_without_launch": float(trace.device_events.duration[orphaned].sum()) / NANOS_PER_MS,
         "graph_replays": replays.total,
         "empty_graph_replays": replays.empty,
         "short_graph_replays": replays.short,

@@ -17,10 +17,9 @@ from mla_diag.diagnose.kernel_names import short_kernel_name
 from mla_diag.diagnose.step_spans import Stage
 from mla_diag.diagnose.steps import busy
 from mla_diag.diagnose.thresholds import EXPOSED_SHARE
+from mla_diag.trace.columns import NANOS_PER_MS
 
 KIND = "exposed-communication"
-
-_NANOS_PER_MS = 1e6
 
 
 def find(case: StageCase) -> Iterator[Finding]:
@@ -32,11 +31,11 @@ def find(case: StageCase) -> Iterator[Finding]:
     others = np.flatnonzero(~collective)
     either = np.concatenate([rows, others])
     covered = busy(events.start[others], events.end[others])
-    exposed = (busy(events.start[either], events.end[either]) - covered) / steps / _NANOS_PER_MS
+    exposed = (busy(events.start[either], events.end[either]) - covered) / steps / NANOS_PER_MS
     share = exposed / case.report.device_ms_per_step if case.report.device_ms_per_step else 0.0
     if share < EXPOSED_SHARE:
         return
-    total = busy(events.start[rows], events.end[rows]) / steps / _NANOS_PER_MS
+    total = busy(events.start[rows], events.end[rows]) / steps / NANOS_PER_MS
     spent: Counter[str] = Counter()
     for name, duration in zip(events.name[rows].tolist(), events.duration[rows].tolist(), strict=True):
         spent[case.trace.names[name]] += duration
@@ -55,7 +54,7 @@ def find(case: StageCase) -> Iterator[Finding]:
             "hidden_ms_per_step": total - exposed,
             "launches_per_step": len(rows) / steps,
             "kernel": largest,
-            "kernel_ms_per_step": nanoseconds / steps / _NANOS_PER_MS,
+            "kernel_ms_per_step": nanoseconds / steps / NANOS_PER_MS,
             "distinct_kernels": len(spent),
         },
         cause=cause_of(row.op),

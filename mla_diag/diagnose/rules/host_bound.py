@@ -14,10 +14,9 @@ from mla_diag.diagnose.diagnosis import Finding
 from mla_diag.diagnose.idle import gaps, inside_steps, launched_late, records_stacks
 from mla_diag.diagnose.step_spans import Stage, StepSource
 from mla_diag.diagnose.thresholds import HOST_BOUND_IDLE, HOST_BOUND_OF_IDLE
+from mla_diag.trace.columns import NANOS_PER_MS
 
 KIND = "host-bound"
-
-_NANOS_PER_MS = 1e6
 
 
 def find(case: StageCase) -> Iterator[Finding]:
@@ -28,7 +27,7 @@ def find(case: StageCase) -> Iterator[Finding]:
     idle = inside_steps(gaps(case.trace.device_events), case.trace, case.steps, case.chosen)
     late = launched_late(idle, case.trace, case.links)
     steps = len(case.chosen)
-    waits, other = (float(idle.length[rows].sum()) / steps / _NANOS_PER_MS for rows in (late, ~late))
+    waits, other = (float(idle.length[rows].sum()) / steps / NANOS_PER_MS for rows in (late, ~late))
     share = min(1.0, waits / case.report.wall_ms_per_step)
     if share < HOST_BOUND_IDLE or waits < HOST_BOUND_OF_IDLE * (waits + other):
         return

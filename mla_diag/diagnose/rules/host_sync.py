@@ -19,13 +19,12 @@ from mla_diag.diagnose.diagnosis import Cause, Finding
 from mla_diag.diagnose.idle import gaps, records_stacks
 from mla_diag.diagnose.steps import step_at
 from mla_diag.diagnose.thresholds import SYNC_IDLE_SHARE, SYNC_MICROSECONDS
-from mla_diag.trace.columns import MISSING, Ids, Ints
+from mla_diag.trace.columns import MISSING, NANOS_PER_MS, Ids, Ints
 from mla_diag.trace.link import Source, enclosing
 from mla_diag.trace.model import DeviceKind
 
 KIND = "host-sync"
 
-_NANOS_PER_MS = 1e6
 _WAITS = re.compile(
     r"^(?:cuda|hip)(?:Stream|Device|Event)Synchronize|^cu(?:Stream|Ctx|Event)Synchronize"
     r"|^(?:cuda|hip|cu)Memcpy(?!\w*(?:Async|Batch))"
@@ -64,7 +63,7 @@ def find(case: StageCase) -> Iterator[Finding]:
     distinct, group = np.unique(keys, axis=1, return_inverse=True)
     for number, (call, op, source) in enumerate(distinct.T.tolist()):
         members = group == number
-        idle = float(calls.idle[members].sum()) / len(case.chosen) / _NANOS_PER_MS
+        idle = float(calls.idle[members].sum()) / len(case.chosen) / NANOS_PER_MS
         if idle < SYNC_IDLE_SHARE * case.report.wall_ms_per_step:
             continue
         yield _finding(
@@ -124,7 +123,7 @@ def _finding(
 ) -> Finding:
     steps = len(case.chosen)
     times = len(durations) / steps
-    blocked = float(durations.sum()) / steps / _NANOS_PER_MS
+    blocked = float(durations.sum()) / steps / NANOS_PER_MS
     what = call if op is None else f"{op} ({call})"
     place = "" if source is None else f" in {source.function}"
     return case.finding(
@@ -139,7 +138,7 @@ def _finding(
             "op": op,
             "calls_per_step": times,
             "blocked_ms_per_step": blocked,
-            "blocked_ms_longest": float(durations.max()) / _NANOS_PER_MS,
+            "blocked_ms_longest": float(durations.max()) / NANOS_PER_MS,
             "device_idle_ms_per_step": idle,
             "wall_ms_per_step": case.report.wall_ms_per_step,
         },

@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from mla_diag.diagnose.attention import AttentionCopy, copies_before_attention
+from mla_diag.diagnose.attention import AttentionCopy
 from mla_diag.diagnose.case import StageCase, cause_of
 from mla_diag.diagnose.cause import infer_pool_copy_cause
 from mla_diag.diagnose.context import rows_needed
@@ -62,14 +62,13 @@ def find(case: StageCase) -> Iterator[Finding]:
 
 def _by_shape(case: StageCase, pool: Pool) -> Iterator[_Copy]:
     """Rows whose op was given the pool and copies half of its rows or more."""
-    before: dict[int, AttentionCopy] | None = None
     for row in case.ranked:
         copied = _copied_elements(row.op, pool)
         if copied is None or copied < WHOLE_POOL * pool.elements:
             continue
         cause = cause_of(row.op)
         if cause is None:
-            before = _before_attention(case) if before is None else before
+            before = case.attention_copies
             cause = next((_infer(case, before[event]) for event in row.events.tolist() if event in before), None)
         yield _Copy(row, copied, False, cause, pool.confidence)
 
@@ -92,8 +91,9 @@ def _copied_elements(op: Op, pool: Pool) -> int | None:
 def _indexed_elements(op: Op, name: str, pool: Pool, table: list[int]) -> int | None:
     """Elements of the pool that an op's index names, or None if it has none."""
     row = math.prod(table[1:])
-    if name in _INDEXED and len(op.shapes or []) > 1:
-        return math.prod((op.shapes or [])[1]) * row if pool.held_by((op.shapes or [])[0]) else None
+    shapes = op.shapes or []
+    if name in _INDEXED and len(shapes) > 1:
+        return math.prod(shapes[1]) * row if pool.held_by(shapes[0]) else None
     if name != "index":
         return None
     # The indices of this one are not recorded; it launches a thread for each element, or a block for each row.
@@ -107,9 +107,7 @@ def _indexed_elements(op: Op, name: str, pool: Pool, table: list[int]) -> int | 
 def _by_place(case: StageCase, pool: Pool) -> Iterator[_Copy]:
     """Rows without shapes: copies as large as the pool right before the attention of each layer."""
     large = {
-        event: copy
-        for event, copy in _before_attention(case).items()
-        if copy.elements.most >= WHOLE_POOL * pool.elements
+        event: copy for event, copy in case.attention_copies.items() if copy.elements.most >= WHOLE_POOL * pool.elements
     }
     for row in case.ranked:
         if row.op.shapes is not None:
@@ -118,11 +116,6 @@ def _by_place(case: StageCase, pool: Pool) -> Iterator[_Copy]:
         if 2 * len(placed) > len(row.events):
             confidence = pool.confidence if placed[0].elements.may_be(pool.elements) else "low"
             yield _Copy(row, placed[0].elements.most, True, cause_of(row.op) or _infer(case, placed[0]), confidence)
-
-
-def _before_attention(case: StageCase) -> dict[int, AttentionCopy]:
-    """The copy right before an attention kernel that each device event is part of."""
-    return {event: copy for copy in copies_before_attention(case.trace, case.events) for event in copy.events}
 
 
 def _infer(case: StageCase, copy: AttentionCopy) -> Cause | None:
