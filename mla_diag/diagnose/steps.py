@@ -13,12 +13,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mla_diag.diagnose.step_spans import Stage, StepSpans, find_step_spans
+from mla_diag.diagnose.thresholds import COMPLETE_SHARE
 from mla_diag.trace.columns import MISSING, Ids, Interner, Ints, rows_by
 from mla_diag.trace.link import Links, enclosing
 from mla_diag.trace.model import Table, Trace
-
-# A step is complete if it has this share of the device events that its launches promise.
-_COMPLETE = 0.99
 
 
 @dataclass(frozen=True)
@@ -110,10 +108,11 @@ def _complete(trace: Trace, links: Links, spans: StepSpans, inside: Ints) -> NDA
     complete = np.ones(len(spans), bool)
     names: Interner[str] = Interner()
     for steps in rows_by(names.ids(spans.names).astype(np.int64)).values():
-        complete[steps] &= share[steps] >= _COMPLETE * share[steps].max()
-        complete[steps] &= graph_events[steps] >= _COMPLETE * graph_events[steps].max()
+        complete[steps] &= share[steps] >= COMPLETE_SHARE * share[steps].max()
+        complete[steps] &= graph_events[steps] >= COMPLETE_SHARE * graph_events[steps].max()
         if trace.damage.truncated:
-            complete[steps] &= (share[steps] >= _COMPLETE) & (events[steps] >= _COMPLETE * events[steps].max())
+            complete[steps] &= share[steps] >= COMPLETE_SHARE
+            complete[steps] &= events[steps] >= COMPLETE_SHARE * events[steps].max()
     if trace.damage.truncated:
         complete &= spans.end <= _last_launch(trace, links)
     return complete

@@ -1,4 +1,4 @@
-"""Every threshold that a rule decides by, in one place, each with its reason."""
+"""Every threshold by which steps are counted and rules decide, in one place, each with its reason."""
 
 # Severity, by the part of the step that a finding costs. A tenth is more than run-to-run spread and worth a restart;
 # under a thirtieth other work comes first.
@@ -53,6 +53,8 @@ STRAGGLER_EXCESS = 0.05
 
 # dropped-events: figures are printed to four digits; with a hundredth of the events missing the third is wrong.
 DROPPED_SHARE = 0.01
+# A step, or a graph's replay, is complete if it has this share of the device events that its like have.
+COMPLETE_SHARE = 0.99
 # A graph starts a kernel 1 to 5 us after the one before, and recorded replays are idle for 1 to 8 % of their time. Half
 # of it, in gaps of this many microseconds on average, is kernels that ran and were not recorded.
 REPLAY_IDLE = 0.5

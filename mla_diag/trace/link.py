@@ -73,9 +73,8 @@ def link(trace: Trace) -> Links:
     events, launches = trace.device_events, trace.launches
     launch = _first_match(launches.correlation, events.correlation)
     launched = launch != MISSING
-    is_graph_call = np.array([bool(_GRAPH_LAUNCH.search(name)) for name in trace.names] or [False])
     graph = launched.copy()
-    graph[launched] = is_graph_call[launches.name[launch[launched]]]
+    graph[launched] = graph_launches(trace)[launch[launched]]
 
     # The op is the one whose time encloses the launch. Its recorded id names the same one in newer traces and a stale
     # one in some older (2022), so it speaks only where time does not.
@@ -88,6 +87,12 @@ def link(trace: Trace) -> Links:
     op = np.where(op == MISSING, _first_match(trace.ops.external_id, external), op)
     op[graph] = MISSING
     return Links(trace, launch, op, graph)
+
+
+def graph_launches(trace: Trace) -> NDArray[np.bool_]:
+    """Whether each of a trace's launches launches a CUDA or HIP graph."""
+    named = np.array([bool(_GRAPH_LAUNCH.search(name)) for name in trace.names] or [False])
+    return named[trace.launches.name]
 
 
 def enclosing(intervals: Table, threads: Ids, times: Ints) -> Ints:

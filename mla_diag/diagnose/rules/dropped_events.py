@@ -16,16 +16,15 @@ from mla_diag.diagnose.case import StageCase, severity
 from mla_diag.diagnose.diagnosis import Finding
 from mla_diag.diagnose.step_spans import Stage
 from mla_diag.diagnose.steps import busy, step_at
-from mla_diag.diagnose.thresholds import DROPPED_SHARE, REPLAY_GAP_MICROSECONDS, REPLAY_IDLE
+from mla_diag.diagnose.thresholds import COMPLETE_SHARE, DROPPED_SHARE, REPLAY_GAP_MICROSECONDS, REPLAY_IDLE
 from mla_diag.trace.columns import MISSING, NANOS_PER_MS
+from mla_diag.trace.link import graph_launches
 from mla_diag.trace.model import DeviceEvents
 
 KIND = "dropped-events"
 
 _LAUNCH = re.compile(r"Launch(?:Cooperative)?Kernel|GraphLaunch")
 _CAPTURE = re.compile(r"(?:StreamBeginCapture|StreamEndCapture|GraphInstantiate)", re.IGNORECASE)
-_GRAPH_LAUNCH = re.compile(r"GraphLaunch", re.IGNORECASE)
-_COMPLETE = 0.99  # of the kernels of its like
 
 
 class _Loss(NamedTuple):
@@ -163,8 +162,7 @@ def _losses(case: StageCase, seen: dict[str, Any], replays: _Replays) -> Iterato
 
 def _replays(case: StageCase, capturing: bool) -> _Replays:
     trace, links, spans = case.trace, case.links, case.steps.spans
-    is_graph = np.array([bool(_GRAPH_LAUNCH.search(name)) for name in trace.names] or [False])
-    rows = np.flatnonzero(is_graph[trace.launches.name])
+    rows = np.flatnonzero(graph_launches(trace))
     rows = rows[np.argsort(trace.launches.start[rows], kind="stable")]
     step = step_at(spans, trace.launches.thread[rows], trace.launches.start[rows])
     order = np.argsort(links.launch, kind="stable")
@@ -178,7 +176,7 @@ def _replays(case: StageCase, capturing: bool) -> _Replays:
         inside = np.flatnonzero(step == number).tolist()
         for place, row in enumerate(inside):
             like.setdefault((spans.names[number], len(inside), place), []).append(sizes[row])
-    short = sum(size < _COMPLETE * max(group) for group in like.values() for size in group if size)
+    short = sum(size < COMPLETE_SHARE * max(group) for group in like.values() for size in group if size)
     return _Replays(
         total=len(rows),
         empty=0 if capturing or case.trace.damage.truncated else sizes.count(0),
