@@ -250,11 +250,13 @@ def fix(
         Path | None,
         typer.Option(metavar="DIR", help="SGLang's package, a site-packages, a venv, a checkout, a container's mount."),
     ] = None,
+    output_format: Annotated[str, typer.Option("--format", help="terminal or json.")] = "terminal",
 ) -> None:
     """Show, apply, prove or revert the fix of an installed SGLang's whole-pool casts; shows it unless told more.
 
     Exits with 0, with 1 if --verify fails or files cannot be changed, 2 for wrong options, 5 for unknown code.
     """
+    from mla_diag.commands import common
     from mla_diag.commands import fix as command
 
     command.run(
@@ -263,6 +265,7 @@ def fix(
         verify=verify,
         strategy=command.parse_strategy(strategy),
         sglang=sglang,
+        output_format=common.parse_format(output_format),
     )
 
 

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
 
 from rich.console import Console
 
+from mla_diag.commands.common import Format
 from mla_diag.errors import MlaDiagError, UsageError
 from mla_diag.fix import patch
+from mla_diag.fix.account import FixAccount, Outcome, account_of_patch, account_of_proof, account_of_revert
 from mla_diag.fix.journal import Journal
 from mla_diag.fix.locate import Gpu, Installation, find_gpu, find_installation
 from mla_diag.fix.strategy import Outlook, Strategy, check, outlooks
 from mla_diag.fix.verify import verify as prove
 from mla_diag.report import fix as report
+from mla_diag.report.json import render_json
 
 
 class NotFixedError(MlaDiagError):
@@ -39,6 +43,7 @@ def run(
     verify: bool = False,
     strategy: Strategy = Strategy.AUTO,
     sglang: Path | None = None,
+    output_format: Format = Format.TERMINAL,
     console: Console | None = None,
 ) -> None:
     """Show what a fix would change, or with one of the flags apply, revert or verify it.
@@ -49,6 +54,7 @@ def run(
         verify: print the dtype map and the proof that no whole-pool cast remains.
         strategy: what is to read the pool.
         sglang: where SGLang is, see `find_installation`.
+        output_format: for a person as it goes, or JSON at the end.
         console: where to print.
 
     Raises:
@@ -60,34 +66,44 @@ def run(
     if apply + revert + verify > 1:
         raise UsageError("--apply, --revert and --verify: give one of them")
     console = console or Console(highlight=False)
+    # What a program reads is the account alone; what is said to a person meanwhile goes nowhere.
+    shown = console if output_format is Format.TERMINAL else Console(file=io.StringIO())
     installation = find_installation(sglang)
     if revert:
-        _revert(installation, console)
+        account = _revert(installation, shown)
     elif verify:
-        _verify(installation, console)
+        account = _verify(installation, shown)
     else:
         gpu = find_gpu()
         ways = outlooks(gpu, installation.flashinfer)
-        report.print_installation(installation, gpu, console)
+        report.print_installation(installation, gpu, shown)
         check(strategy, ways)
-        if apply:
-            _apply(installation, strategy, ways, gpu, console)
-        else:
-            _dry_run(installation, strategy, ways, console)
+        act = _apply if apply else _dry_run
+        account = act(installation, strategy, ways, gpu, shown)
+    if output_format is Format.JSON:
+        console.file.write(render_json(account))
+    if account.outcome is Outcome.NOT_FIXED:
+        verdicts = account.verdicts or []
+        failed = sum(verdict.holds is False for verdict in verdicts)
+        raise NotFixedError(f"{installation.root}: not fixed: {failed} of {len(verdicts)} lines say otherwise")
 
 
-def _dry_run(installation: Installation, strategy: Strategy, ways: list[Outlook], console: Console) -> None:
+def _dry_run(
+    installation: Installation, strategy: Strategy, ways: list[Outlook], gpu: Gpu | None, console: Console
+) -> FixAccount:
     record = Journal(installation.root).record()
     if record is not None and record.state != "applied":
         console.print("\na fix was cut off here: --apply or --revert undoes it first")
-        return
+        return account_of_patch(Outcome.CUT_OFF, installation, gpu, record.strategy, ways)
     if record is not None:
         console.print(f"\nfixed already, strategy {record.strategy}: --verify proves it, --revert ends it")
-        return
+        return account_of_patch(Outcome.FIXED_ALREADY, installation, gpu, record.strategy, ways)
     planned = patch.plan_patch(installation, strategy)
+    outcome = Outcome.FIXABLE if planned.changes else Outcome.NOTHING_TO_FIX
+    account = account_of_patch(outcome, installation, gpu, strategy.value, ways, planned)
     if not planned.files:
         console.print("\nno cast of the whole KV pool in this SGLang: there is nothing to fix")
-        return
+        return account
     console.print()
     report.print_sites(planned.files, installation, console)
     console.print()
@@ -95,18 +111,19 @@ def _dry_run(installation: Installation, strategy: Strategy, ways: list[Outlook]
     console.print()
     report.print_diff(planned, console)
     console.print("\nnothing has been changed: --apply does it")
+    return account
 
 
 def _apply(
     installation: Installation, strategy: Strategy, ways: list[Outlook], gpu: Gpu | None, console: Console
-) -> None:
+) -> FixAccount:
     applied = patch.apply(installation, strategy)
     if applied is None:
         console.print(f"\nfixed already, strategy {strategy.value}: nothing has been changed")
-        return
+        return account_of_patch(Outcome.FIXED_ALREADY, installation, gpu, strategy.value, ways)
     if not applied.changes:
         console.print("\nno cast of the whole KV pool that could be fixed in this SGLang: nothing has been changed")
-        return
+        return account_of_patch(Outcome.NOTHING_TO_FIX, installation, gpu, strategy.value, ways, applied)
     console.print()
     report.print_sites(applied.files, installation, console)
     console.print()
@@ -118,25 +135,23 @@ def _apply(
     )
     if gpu is None:
         console.print("There is no GPU here, so the gain was not measured.")
+    return account_of_patch(Outcome.APPLIED, installation, gpu, strategy.value, ways, applied)
 
 
-def _revert(installation: Installation, console: Console) -> None:
+def _revert(installation: Installation, console: Console) -> FixAccount:
     files = patch.revert(installation)
     if not files:
         console.print(f"{installation.root}: a fix that was cut off has been undone")
     for path in files:
         console.print(f"{path}: {'as it was' if path.exists() else 'removed'}", soft_wrap=True)
+    return account_of_revert(installation, files)
 
 
-def _verify(installation: Installation, console: Console) -> None:
+def _verify(installation: Installation, console: Console) -> FixAccount:
     proof = prove(installation)
     if not proof.verdicts:
         console.print("no cast of the whole KV pool in this SGLang, and no fix: there is nothing to prove")
     report.print_proof(proof, console)
-    failed = [verdict for verdict in proof.verdicts if verdict.holds is False]
-    if failed:
-        raise NotFixedError(
-            f"{installation.root}: not fixed: {len(failed)} of {len(proof.verdicts)} lines say otherwise"
-        )
-    if proof.verdicts:
+    if proof.holds:
         console.print("no cast of the whole pool remains, and each plan is given the pool's dtype")
+    return account_of_proof(installation, proof)

@@ -37,13 +37,19 @@ class Patch:
     def diff(self) -> Iterator[str]:
         """Lines of a unified diff of the rewritten files; of the added ones, a line each."""
         for change in self.changes:
-            name = (Path("sglang") / change.path).as_posix()
             if change.before is None:
                 lines = len(change.after.splitlines())
-                yield f"new file {name}, {lines} lines\n"
-                continue
-            before, after = (text.decode("utf-8", "replace").splitlines(True) for text in (change.before, change.after))
-            yield from difflib.unified_diff(before, after, f"a/{name}", f"b/{name}", n=2)
+                yield f"new file {(Path('sglang') / change.path).as_posix()}, {lines} lines\n"
+            yield from diff_of(change)
+
+
+def diff_of(change: Change) -> Iterator[str]:
+    """Lines of a rewritten file's unified diff; none for an added file."""
+    if change.before is None:
+        return
+    name = (Path("sglang") / change.path).as_posix()
+    before, after = (text.decode("utf-8", "replace").splitlines(True) for text in (change.before, change.after))
+    yield from difflib.unified_diff(before, after, f"a/{name}", f"b/{name}", n=2)
 
 
 def read_backends(installation: Installation) -> list[BackendFile]:

@@ -1,18 +1,22 @@
-"""The diagnosis as JSON: what docs/report-schema.md describes, the same for every command."""
+"""What a command found as JSON: what docs/report-schema.md describes, the same for every command."""
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import msgspec
 
-from mla_diag.diagnose.compare import Comparison
-from mla_diag.diagnose.diagnosis import Diagnosis
+if TYPE_CHECKING:
+    from mla_diag.diagnose.compare import Comparison
+    from mla_diag.diagnose.diagnosis import Diagnosis
+    from mla_diag.fix.account import FixAccount
 
 
-def render_json(diagnosis: Diagnosis | Comparison) -> str:
-    """A diagnosis or a comparison as indented JSON text, ending in a newline.
+def render_json(report: Diagnosis | Comparison | FixAccount) -> str:
+    """A report as indented JSON text, ending in a newline.
 
     Schema version and tool come first, so that a reader can decide what to make of the rest.
     """
-    fields = msgspec.to_builtins(diagnosis)
+    fields = msgspec.to_builtins(report)
     first = {name: fields.pop(name) for name in ("schema_version", "tool")}
     return msgspec.json.format(msgspec.json.encode(first | fields), indent=2).decode() + "\n"

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import io
+import json
 import shutil
 import subprocess
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import pytest
 from rich.console import Console
 
 from mla_diag.commands import fix
+from mla_diag.commands.common import Format
 from mla_diag.errors import MlaDiagError, UnknownCodeError, UsageError
+from mla_diag.fix.account import FixAccount
 from mla_diag.fix.locate import Installation
 from mla_diag.fix.strategy import Strategy
+from tests.commands.invoke import Invoke
 from tests.fix.conftest import CSR, PAGE_TABLE, contents, edit
 
 GIT = shutil.which("git")
@@ -28,6 +34,15 @@ def run(installation: Installation, **options: object) -> str:
     text = io.StringIO()
     fix.run(sglang=installation.root, console=Console(file=text, width=200), **options)  # type: ignore[arg-type]
     return text.getvalue()
+
+
+def account(installation: Installation, **options: object) -> dict[str, Any]:
+    """What `--format json` writes: the whole output, of the documented schema."""
+    text = run(installation, output_format=Format.JSON, **options)
+    msgspec.json.decode(text, type=FixAccount)
+    fields: dict[str, Any] = json.loads(text)
+    assert list(fields)[:2] == ["schema_version", "tool"]
+    return fields
 
 
 def test_dry_run_shows_sites_strategy_and_diff_and_touches_nothing(installation: Installation) -> None:
@@ -116,3 +131,70 @@ def test_nothing_to_fix_is_said(installation: Installation) -> None:
     assert "there is nothing to fix" in run(installation)
     assert "nothing has been changed" in run(installation, apply=True)
     assert "there is nothing to prove" in run(installation, verify=True)
+
+
+def test_json_of_a_dry_run_and_of_what_follows(installation: Installation) -> None:
+    before = contents(installation.root)
+    dry = account(installation)
+    assert contents(installation.root) == before
+    assert dry["outcome"] == "fixable"
+    assert dry["sglang"] == {"version": "0.5.17", "root": str(installation.root)}
+    assert (dry["flashinfer"], dry["gpu"], dry["strategy"]) == (None, None, "auto")
+    assert [(way["strategy"], way["works"]) for way in dry["outlooks"]] == [
+        ("kernel", None),
+        ("native", False),
+        ("gather", True),
+    ]
+    assert len(dry["sites"]) == 5
+    site = next(site for site in dry["sites"] if site["kind"] == "page table")
+    assert (site["file"], site["pool"], site["fixable"], site["problem"]) == (PAGE_TABLE, "get_key_buffer", True, None)
+    line = (installation.root / PAGE_TABLE).read_text().splitlines()[site["line"] - 1]
+    assert site["code"] in line
+    rewritten = {change["file"]: change["diff"] for change in dry["changes"] if change["change"] == "rewritten"}
+    assert set(rewritten) == {CSR, PAGE_TABLE}
+    assert "+            mla_fp8_dispatch.plan(" in rewritten[CSR]
+
+    applied = account(installation, apply=True)
+    assert applied["outcome"] == "applied"
+    assert [applied[name] for name in ("sites", "changes")] == [dry[name] for name in ("sites", "changes")]
+    assert account(installation, apply=True)["outcome"] == account(installation)["outcome"] == "fixed-already"
+
+    proof = account(installation, verify=True)
+    assert proof["outcome"] == "verified"
+    assert {verdict["holds"] for verdict in proof["verdicts"]} == {True, None}
+
+    reverted = account(installation, revert=True)
+    assert reverted["outcome"] == "reverted"
+    assert {change["change"] for change in reverted["changes"]} == {"restored", "removed"}
+    assert {change["file"] for change in reverted["changes"]} == {change["file"] for change in applied["changes"]}
+    assert contents(installation.root) == before
+
+
+def test_json_of_an_unfixed_sglang_comes_before_the_line_and_the_status(installation: Installation) -> None:
+    text = io.StringIO()
+    with pytest.raises(fix.NotFixedError):
+        fix.run(sglang=installation.root, verify=True, output_format=Format.JSON, console=Console(file=text))
+    fields = json.loads(text.getvalue())
+    assert fields["outcome"] == "not-fixed"
+    assert {verdict["verdict"] for verdict in fields["verdicts"] if verdict["holds"] is False} >= {
+        "casts the whole pool"
+    }
+
+
+def test_json_of_a_file_that_is_left_alone_says_why(installation: Installation) -> None:
+    musa = installation.root / "srt/hardware_backend/musa/attention/flashattention_backend.py"
+    musa.parent.mkdir(parents=True)
+    shutil.copy(installation.root / PAGE_TABLE, musa)
+    sites = [site for site in account(installation)["sites"] if "musa" in site["file"]]
+    assert sites
+    assert all(not site["fixable"] and "other hardware (musa)" in site["problem"] for site in sites)
+
+
+def test_json_on_the_command_line(
+    installation: Installation, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    invoke = Invoke(monkeypatch, capsys)
+    result = invoke("fix", "--sglang", installation.root, "--verify", "--format", "json")
+    assert (result.returncode, json.loads(result.stdout)["outcome"]) == (1, "not-fixed")
+    assert result.stderr.startswith(f"mla-diag: {installation.root}: not fixed")
+    assert invoke("fix", "--sglang", installation.root, "--format", "xml").returncode == 2
