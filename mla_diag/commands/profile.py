@@ -19,6 +19,7 @@ from mla_diag.commands.explain import fail_on_findings
 from mla_diag.commands.progress import Progress
 from mla_diag.diagnose.diagnosis import Diagnosis
 from mla_diag.diagnose.explain import explain
+from mla_diag.diagnose.gap import Gap
 from mla_diag.diagnose.gpu import gpu_named
 from mla_diag.diagnose.pool import batch_sizes
 from mla_diag.diagnose.rules import KINDS, whole_pool_copy
@@ -26,6 +27,7 @@ from mla_diag.diagnose.server_info import ServerInfo, parse_server_info
 from mla_diag.diagnose.step_spans import Stage
 from mla_diag.diagnose.verdict import parse_fail_on
 from mla_diag.errors import MlaDiagError, ServerError, UnreadableInputError, UsageError
+from mla_diag.report.exposure import floor_lines, gap_lines
 from mla_diag.report.json import render_json
 from mla_diag.report.terminal import print_report
 from mla_diag.server.capture import Capture, CapturePlan
@@ -147,10 +149,11 @@ def run(
         card = doctor.card_of(client)
     diagnosis = _explain(recording, options)
     card = next((trace.device for trace in diagnosis.traces if trace.device), card)
+    diagnosis = _beside_floor(diagnosis, recording, card)
     tail = [
         recording.summary,
         *(f"note: {note}" for note in rank_notes((trace.name for trace in recording.traces), recording.server)),
-        *_gap(diagnosis, recording, card),
+        *_gap_lines(diagnosis),
         *_graph_guidance(diagnosis, options, url=recording.url),
     ]
     _write(recording.out / "report.json", render_json(diagnosis))
@@ -293,30 +296,39 @@ def _explain(recording: Recording, options: Options) -> Diagnosis:
         raise UnreadableInputError(message) from error
 
 
-def _gap(diagnosis: Diagnosis, recording: Recording, card: str | None) -> Iterator[str]:
-    """The floor of a decode step beside what was measured, and what part of the gap the copy is."""
+def _beside_floor(diagnosis: Diagnosis, recording: Recording, card: str | None) -> Diagnosis:
+    """The diagnosis with the floor of a decode step and the gap above it; as it is where there is no decode step."""
     measured = next((stage for stage in diagnosis.stages if stage.stage is Stage.DECODE), None)
     if measured is None:
-        return
+        return diagnosis
     batch = next((sizes[0] for name in measured.step_names if (sizes := batch_sizes(name))), 1)
     context = recording.plan.input_len if recording.plan is not None else _CONTEXT
-    exposure = expose(recording.server, recording.model, gpu=gpu_named(card), batch=batch, context=context)
-    if exposure.floor is None:
-        yield "gap: the floor of a decode step is not known; give the model's config.json with --model-config"
-        return
-    yield "gap"
-    yield from doctor.floor_lines(exposure)
-    step = measured.device_ms_per_step
+    floor = expose(recording.server, recording.model, gpu=gpu_named(card), batch=batch, context=context).floor
+    if floor is None:
+        return diagnosis
     copied = sum(
         finding.cost_ms_per_step or 0.0
         for finding in diagnosis.findings
         if finding.kind == whole_pool_copy.KIND and finding.stage is Stage.DECODE and finding.trace == measured.trace
     )
-    gap = step - exposure.floor.ms
-    line = f"  measured    {step:.2f} ms of device time a decode step ({measured.wall_ms_per_step:.2f} ms of wall time)"
-    if gap > 0:
-        line += f": {gap:.2f} ms above the floor, {copied:.2f} of them the copy of the pool"
-    yield line
+    gap = Gap(
+        step_ms=measured.device_ms_per_step,
+        measured=True,
+        wall_ms=measured.wall_ms_per_step,
+        gap_ms=measured.device_ms_per_step - floor.ms,
+        copy_ms=copied,
+        trace=measured.trace,
+    )
+    return msgspec.structs.replace(diagnosis, floor=floor, gap=gap)
+
+
+def _gap_lines(diagnosis: Diagnosis) -> Iterator[str]:
+    if diagnosis.floor is not None and diagnosis.gap is not None:
+        yield "gap"
+        yield from floor_lines(diagnosis.floor)
+        yield from gap_lines(diagnosis.gap)
+    elif any(stage.stage is Stage.DECODE for stage in diagnosis.stages):
+        yield "gap: the floor of a decode step is not known; give the model's config.json with --model-config"
 
 
 def _graph_guidance(diagnosis: Diagnosis, options: Options, *, url: str) -> Iterator[str]:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from mla_diag._version import __version__
+from mla_diag.diagnose.gap import Floor, Gap
 from mla_diag.diagnose.step_spans import Stage, StepSource
 
 if TYPE_CHECKING:
@@ -213,12 +214,16 @@ class Diagnosis(msgspec.Struct, frozen=True):
         stages: One for each stage of each trace.
         findings: What is wrong, worst first.
         unreadable: A line for each path that gave no report.
+        floor: The least that a decode step can take, where the model and the card are known (`profile`).
+        gap: A measured decode step beside it.
     """
 
     traces: list[TraceReport]
     stages: list[StageReport]
     findings: list[Finding] = []
     unreadable: list[str] = []
+    floor: Floor | None = None
+    gap: Gap | None = None
     schema_version: int = SCHEMA_VERSION
     tool: Tool = Tool()
 

@@ -11,12 +11,14 @@ from collections.abc import Iterable
 import msgspec
 
 from mla_diag.diagnose.cause import known_line
+from mla_diag.diagnose.diagnosis import SCHEMA_VERSION, Tool
+from mla_diag.diagnose.gap import Floor, Gap
 from mla_diag.diagnose.gpu import Gpu
 from mla_diag.diagnose.pool import MLA_WIDTH
 from mla_diag.diagnose.server_info import POOL_BYTES_ERROR, ServerInfo
 from mla_diag.diagnose.step_spans import Stage
 from mla_diag.server.copy_rates import READ_AND_WRITTEN, copy_rate
-from mla_diag.server.floor import Floor, floor_of_decode
+from mla_diag.server.floor import floor_of_decode
 from mla_diag.server.model_config import ModelConfig
 from mla_diag.server.releases import (
     CASTS,
@@ -91,6 +93,7 @@ class Exposure(msgspec.Struct, frozen=True):
         stages: Each stage.
         copy: What it costs; None where nothing copies or the pool's size is unknown.
         floor: The least that a decode step can take; None without the model's config or an unknown card.
+        gap: A decode step with that copy beside the floor; None where decode copies nothing or either is unknown.
         remedies: What to do, best first.
         unknown: What could not be told, and how to tell.
     """
@@ -100,8 +103,11 @@ class Exposure(msgspec.Struct, frozen=True):
     stages: list[StageExposure]
     copy: CopyCost | None
     floor: Floor | None
+    gap: Gap | None
     remedies: list[str]
     unknown: list[str]
+    schema_version: int = SCHEMA_VERSION
+    tool: Tool = Tool()
 
 
 def expose(
@@ -143,8 +149,9 @@ def expose(
     floor = None
     if model is not None:
         floor = floor_of_decode(model, server, gpu, kv_bytes=1 if fp8 else 2, batch=batch, context=context)
+    gap = _predicted_gap(copy, floor) if stages[0].copies else None
     unknown = [] if exposed is False else _unknown(server, model, gpu, facts, stages)
-    return Exposure(exposed, facts, stages, copy, floor, _remedies(exposed, stages, server), unknown)
+    return Exposure(exposed, facts, stages, copy, floor, gap, _remedies(exposed, stages, server), unknown)
 
 
 def _is_mla(server: ServerInfo, model: ModelConfig | None, architecture: str | None) -> Fact:
@@ -259,6 +266,14 @@ def _cost(server: ServerInfo, width: int, layers: Value, gpu: Gpu) -> CopyCost |
         bytes_per_second=rate.bytes_per_second,
         rate_source=rate.source,
     )
+
+
+def _predicted_gap(copy: CopyCost | None, floor: Floor | None) -> Gap | None:
+    """The least that a decode step takes which copies the pool, beside its floor."""
+    if copy is None or copy.ms_per_step is None or floor is None:
+        return None
+    cost = copy.ms_per_step
+    return Gap(floor.ms + cost, measured=False, wall_ms=None, gap_ms=cost, copy_ms=cost, trace=None)
 
 
 def _remedies(exposed: bool | None, stages: list[StageExposure], server: ServerInfo) -> list[str]:

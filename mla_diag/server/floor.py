@@ -6,41 +6,12 @@ copy, or communication. Projections as DeepSeek-V2 has them (arXiv:2405.04434, s
 
 from __future__ import annotations
 
-import msgspec
-
+from mla_diag.diagnose.gap import Floor
 from mla_diag.diagnose.gpu import Gpu
 from mla_diag.diagnose.server_info import ServerInfo
 from mla_diag.server.model_config import ModelConfig
 
 _MS_PER_SECOND = 1e3
-
-
-class Floor(msgspec.Struct, frozen=True):
-    """The least that a decode step can take on one rank.
-
-    Attributes:
-        ms: Milliseconds: the bytes over the bandwidth.
-        weight_bytes: Bytes of the weights that a step of this batch reads.
-        kv_bytes: Bytes of the KV rows that its contexts need.
-        bandwidth: Bytes a second, the card's by its datasheet.
-        bandwidth_source: The datasheet.
-        batch: Requests on this rank's attention.
-        context: Tokens of each.
-        experts_read: Distinct experts a layer that the batch is expected to touch, if it routes evenly; None without.
-        weight_bits: Bits a weight, scales included.
-        quantization: The method behind that.
-    """
-
-    ms: float
-    weight_bytes: int
-    kv_bytes: int
-    bandwidth: float
-    bandwidth_source: str
-    batch: int
-    context: int
-    experts_read: float | None
-    weight_bits: float
-    quantization: str | None
 
 
 def floor_of_decode(

@@ -40,6 +40,30 @@ def test_json(run: Invoke, recordings: Path):
     assert (result.returncode, report["exposed"], report["schema_version"]) == (1, True, 1)
     assert report["copy"]["bytes_per_step"] == 495_553 * 576 * 3 * 78
     assert report["facts"]["layers"]["value"] == 78
+    assert (report["floor"], report["gap"]) == (None, None)  # without the model's config
+
+
+def test_json_has_the_gap_with_its_inputs(run: Invoke, recordings: Path, glm78: Path):
+    saved = recordings / "base.server_info.json"
+    options = ("--model-config", glm78, "--gpu", "NVIDIA H200", "--batch", "2", "--format", "json")
+    report = json.loads(run("doctor", "--server-info", saved, *options).stdout)
+    floor, gap, copy = report["floor"], report["gap"], report["copy"]
+    assert floor["ms"] == pytest.approx((floor["weight_bytes"] + floor["kv_bytes"]) / floor["bandwidth"] * 1e3)
+    assert (floor["batch"], floor["context"], floor["bandwidth"]) == (2, 2000, 4.8e12)
+    assert gap["step_ms"] == pytest.approx(floor["ms"] + copy["ms_per_step"])
+    assert (gap["gap_ms"], gap["copy_ms"]) == (copy["ms_per_step"], copy["ms_per_step"])
+    assert (gap["measured"], gap["wall_ms"], gap["trace"]) == (False, None, None)
+
+
+def test_no_gap_is_predicted_of_decode_where_only_prefill_copies(run: Invoke, tmp_path: Path, glm78: Path):
+    answer = INFO | {"attention_backend": None, "decode_attention_backend": "flashmla", "internal_states": []}
+    saved = tmp_path / "info.json"
+    saved.write_text(json.dumps(answer | {"prefill_attention_backend": "fa3"}))
+    result = run("doctor", "--server-info", saved, "--model-config", glm78, "--gpu", "H200", "--format", "json")
+    report = json.loads(result.stdout)
+    assert [stage["copies"] for stage in report["stages"]] == [False, True]
+    assert report["copy"] is not None
+    assert report["gap"] is None
 
 
 def test_a_live_server_is_asked_and_neither_loaded_nor_profiled(run: Invoke, glm78: Path):

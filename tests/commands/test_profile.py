@@ -63,13 +63,23 @@ def test_the_whole_story_in_one_command(run: Invoke, tmp_path: Path, traces: dic
     copies = {finding["stage"]: finding for finding in report["findings"] if finding["kind"] == "whole-pool-copy"}
     assert copies["decode"]["cause"]["function"] == "forward_decode"
     assert copies["prefill"]["cause"]["function"] == "forward_extend"
+    decode = next(stage for stage in report["stages"] if stage["stage"] == "decode")
+    assert (report["floor"]["batch"], report["floor"]["context"]) == (1, 2000)
+    assert report["gap"] == {
+        "step_ms": decode["device_ms_per_step"],
+        "measured": True,
+        "wall_ms": decode["wall_ms_per_step"],
+        "gap_ms": decode["device_ms_per_step"] - report["floor"]["ms"],
+        "copy_ms": copies["decode"]["cost_ms_per_step"],
+        "trace": decode["trace"],
+    }
     text = (out / "report.txt").read_text()
     for shown in (result.stdout, text):
         assert "recorded are 1 prefill step and 5 decode steps" in shown
         assert "flashinfer_mla_backend.py:616" in shown
         assert "floor       0.93 ms a decode step" in shown
         cost = copies["decode"]["cost_ms_per_step"]
-        assert f"ms above the floor, {cost:.2f} of them the copy of the pool" in shown
+        assert f"ms above the floor, {cost:.2f} of them the copy of the pool" in " ".join(shown.split())
     everything = result.stdout + "".join(
         file.read_text(errors="replace") for file in out.rglob("*") if file.is_file() and file.suffix != ".gz"
     )

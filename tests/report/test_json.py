@@ -12,8 +12,10 @@ import pytest
 import mla_diag
 from mla_diag.diagnose import compare as comparison
 from mla_diag.diagnose import diagnosis as schema
+from mla_diag.diagnose import gap
 from mla_diag.fix import account
 from mla_diag.report.json import render_json
+from mla_diag.server import exposure
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "report-schema.md"
 
@@ -37,10 +39,15 @@ TABLES = {
     "## kernels[]": schema.KernelUse,
     "## findings[]": schema.Finding,
     "## source": schema.Source,
+    "## floor": gap.Floor,
+    "## gap": gap.Gap,
     "## The comparison": comparison.Comparison,
     "## The comparison: stages": comparison.StageChange,
     "## The comparison: ops": comparison.OpChange,
     "## The comparison: before": comparison.Side,
+    "## The exposure": exposure.Exposure,
+    "## The exposure: stages": exposure.StageExposure,
+    "## The exposure: copy": exposure.CopyCost,
     "## The fix": account.FixAccount,
     "## The fix: sites": account.SiteEntry,
     "## The fix: outlooks": account.OutlookEntry,
@@ -56,7 +63,7 @@ def documented_fields() -> dict[str, list[str]]:
     for line in DOCUMENT.read_text().splitlines():
         if line.startswith("## "):
             heading = table = line
-        elif below := re.match(r"Each of (?:its )?`(\w+)`.*:", line):
+        elif below := re.match(r"(?:Each of )?(?:its )?`(\w+)`.*:", line):
             table = f"{heading}: {below[1]}"
         elif field := re.match(r"\| `(\w+)` \|", line):
             found.setdefault(table, []).append(field[1])

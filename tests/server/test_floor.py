@@ -6,9 +6,10 @@ from dataclasses import replace
 
 import pytest
 
+from mla_diag.diagnose.gap import Floor
 from mla_diag.diagnose.gpu import gpu_named
 from mla_diag.diagnose.server_info import ServerInfo, parse_server_info
-from mla_diag.server.floor import Floor, floor_of_decode
+from mla_diag.server.floor import floor_of_decode
 from mla_diag.server.model_config import parse_model_config
 from tests.server.models import DEEPSEEK_V3, GLM78, LLAMA
 
