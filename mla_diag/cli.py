@@ -58,7 +58,7 @@ def explain(
     output: Annotated[Path | None, typer.Option("-o", "--output", help="Write the report to this file.")] = None,
     top: Annotated[int, typer.Option(min=1, help="Ops to print a stage; JSON has all of them.")] = 10,
     stage: Annotated[str | None, typer.Option(help="Only decode, prefill, mixed or other steps.")] = None,
-    rank: Annotated[int | None, typer.Option(min=0, help="Only this rank.")] = None,
+    rank: Annotated[str | None, typer.Option(metavar="RANK", help="Only this rank: 3, TP1-DP0; or ranks: DP1.")] = None,
     warmup: Annotated[int, typer.Option(min=0, help="Steps to leave out at the head of each stage.")] = 0,
     sources: Annotated[bool, typer.Option(help="Read Python frames and name the line behind each op.")] = True,
     server_info: Annotated[

@@ -24,7 +24,7 @@ def run(
     output: Path | None = None,
     top: int = 10,
     stage: Stage | None = None,
-    rank: int | None = None,
+    rank: str | None = None,
     warmup: int = 0,
     sources: bool = True,
     server_info: Path | None = None,

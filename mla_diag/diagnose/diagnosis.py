@@ -12,6 +12,7 @@ import msgspec
 from mla_diag._version import __version__
 from mla_diag.diagnose.gap import Floor, Gap
 from mla_diag.diagnose.step_spans import Stage, StepSource
+from mla_diag.trace.rank import Coordinates
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -179,7 +180,7 @@ class TraceReport(msgspec.Struct, frozen=True):
 
     Attributes:
         path: As given.
-        rank: The global rank, or None where neither the trace nor its name says.
+        rank: The number of the rank in its replica, or None where neither the trace nor its name says.
         label: The rank's label in a merged trace.
         device: The GPU's name.
         peak_bytes_per_second: What its memory moves by the maker's datasheet; None for a card that is not known here.
@@ -190,6 +191,7 @@ class TraceReport(msgspec.Struct, frozen=True):
         left_out_ms: Device time in steps that do not count.
         unattributed_ms: Device time whose launch is not in the trace and that no device span covers.
         notes: What the trace could not tell, and what to do about it.
+        coordinates: TP, DP, PP and EP rank, as far as the file's name or the label gives them; None if they give none.
     """
 
     path: str
@@ -204,6 +206,14 @@ class TraceReport(msgspec.Struct, frozen=True):
     left_out_ms: float
     unattributed_ms: float
     notes: list[str]
+    coordinates: Coordinates | None = None
+
+    @property
+    def rank_name(self) -> str | None:
+        """What tells the rank from the others of a run: its number, or its coordinates where those are more than TP."""
+        if self.coordinates is not None and self.coordinates != Coordinates(tp=self.coordinates.tp):
+            return str(self.coordinates)
+        return None if self.rank is None else str(self.rank)
 
 
 class Diagnosis(msgspec.Struct, frozen=True):

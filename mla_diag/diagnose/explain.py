@@ -15,6 +15,8 @@ from mla_diag.diagnose.step_spans import Stage
 from mla_diag.diagnose.verdict import check_ignored
 from mla_diag.errors import UnreadableInputError, UsageError
 from mla_diag.trace.decode import read_trace
+from mla_diag.trace.model import Trace
+from mla_diag.trace.rank import Coordinates, parse_rank
 
 Progress = Callable[[Path, int, int], None]
 """Called with a file, the bytes of it read so far, and its size."""
@@ -26,7 +28,7 @@ def explain(
     paths: str | Path | Iterable[str | Path],
     *,
     stage: Stage | str | None = None,
-    rank: int | None = None,
+    rank: int | str | None = None,
     warmup: int = 0,
     sources: bool = True,
     server: ServerInfo | None = None,
@@ -39,7 +41,7 @@ def explain(
     Args:
         paths: Trace files, directories of them, or glob patterns.
         stage: Report this stage only.
-        rank: Report this rank only.
+        rank: Report this rank only: its number, or coordinates such as `TP1-DP0` or `DP1`.
         warmup: Steps to leave out at the head of each stage.
         sources: Whether to name the function that launched each op, which takes reading the Python frames.
         server: What the server that was traced says of itself (see `mla_diag.diagnose.server_info`).
@@ -50,9 +52,12 @@ def explain(
 
     Raises:
         UnreadableInputError: Nothing could be explained. If only some paths could not, the diagnosis lists them.
-        UsageError: A path pattern matches nothing, or the traces hold no such stage or rank.
+        UsageError: A path pattern matches nothing, `rank` is none, or the traces hold no such stage or rank.
     """
     wanted = None if stage is None else Stage(stage)
+    of_rank = None if rank is None else parse_rank(str(rank))
+    if rank is not None and of_rank is None:
+        raise UsageError(f"--rank {rank}: no rank; write a number, or TP1-DP0, or DP1")
     ignored = check_ignored(ignore, KINDS)
     reference = None if mapping is None else read_reference(read_trace(Path(mapping)).by_rank()[0])
     known = Known(warmup, server, reference)
@@ -67,7 +72,7 @@ def explain(
             unreadable.append(str(error))
             continue
         for trace in read.by_rank():
-            if rank not in (None, trace.rank):
+            if of_rank is not None and not _is_of(trace, of_rank):
                 continue
             try:
                 found = explain_trace(trace, len(traces), known)
@@ -83,7 +88,7 @@ def explain(
         raise UsageError(f"no trace of rank {rank} among those given; leave --rank out to see which there are")
     if wanted is not None and not stages:
         raise UsageError(f"no {wanted.value} steps in these traces; leave --stage out to see which there are")
-    findings += [finding for rule in CROSS_RULES.values() for finding in rule(stages)]
+    findings += [finding for rule in CROSS_RULES.values() for finding in rule(stages, traces)]
     findings = [
         finding
         for finding in findings
@@ -92,6 +97,12 @@ def explain(
     ]
     findings.sort(key=lambda finding: -(finding.cost_ms_per_step or 0.0))
     return Diagnosis(traces=traces, stages=stages, findings=findings, unreadable=unreadable)
+
+
+def _is_of(trace: Trace, rank: int | Coordinates) -> bool:
+    if isinstance(rank, int):
+        return trace.rank == rank
+    return trace.coordinates is not None and trace.coordinates.within(rank)
 
 
 def find_traces(paths: Iterable[str | Path]) -> list[Path]:

@@ -92,6 +92,7 @@ def explain_trace(trace: Trace, index: int = 0, known: Known | None = None) -> T
         left_out_ms=milliseconds(left_out),
         unattributed_ms=milliseconds((placed == MISSING) & ~launched),
         notes=notes(trace, links, steps, mapping),
+        coordinates=trace.coordinates,
     )
     ranked = {stage: _ranked(trace, links, steps, stage, mapping) for stage in Stage if len(steps.of(stage))}
     pool = _pool(trace, steps, ranked, known.server)

@@ -7,17 +7,18 @@ Traces that are not ranks of one run are reported one after the other.
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from rich.console import Console
 from rich.text import Text
 
 from mla_diag.diagnose.diagnosis import Cause, Diagnosis, Finding, StageReport, TraceReport
+from mla_diag.diagnose.step_spans import Stage
 from mla_diag.report.ops_table import ops_table
 from mla_diag.report.units import milliseconds
 
 _SEVERITY_STYLES = {"high": "bold red", "medium": "bold yellow", "low": "bold"}
-_RANKS = "{:>6} {:>6} {:>12} {:>12} {:>12}"
+_RANKS = "{:>{}} {:>6} {:>12} {:>12} {:>12}"
 
 
 def print_report(diagnosis: Diagnosis, console: Console, top: int) -> None:
@@ -37,9 +38,10 @@ def print_report(diagnosis: Diagnosis, console: Console, top: int) -> None:
 
 def _is_one_run(diagnosis: Diagnosis) -> bool:
     """Whether the traces are ranks of one run: no stage has two of the same rank, or of an unknown one."""
-    seen = [(stage.stage, stage.rank) for stage in diagnosis.stages]
+    traces = [diagnosis.traces[stage.trace] for stage in diagnosis.stages]
+    seen = {(stage.stage, trace.rank_name) for stage, trace in zip(diagnosis.stages, traces, strict=True)}
     several = len(diagnosis.traces) > 1
-    return several and len(set(seen)) == len(seen) and all(rank is not None for _, rank in seen)
+    return several and len(seen) == len(traces) and all(trace.rank_name is not None for trace in traces)
 
 
 def _one_by_one(diagnosis: Diagnosis, console: Console, top: int) -> Iterator[Text]:
@@ -65,41 +67,57 @@ def _run(diagnosis: Diagnosis, console: Console, top: int) -> Iterator[Text]:
     """All ranks of a run, stage by stage; a finding that several ranks have is printed once, with them."""
     for trace in diagnosis.traces:
         yield from _trace_header(trace)
-    for finding, ranks in _merged([finding for finding in diagnosis.findings if finding.stage is None]):
+    for finding, ranks in _merged(diagnosis, None):
         yield from (Text(), *_finding(finding, console, ranks))
     for kind in dict.fromkeys(stage.stage for stage in diagnosis.stages):
         stages = [stage for stage in diagnosis.stages if stage.stage is kind]
         slowest = max(stages, key=lambda stage: stage.device_ms_per_step)
         yield from (Text(), *_stage_header(slowest))
         if len(stages) > 1:
-            yield Text(f"above and below: rank {slowest.rank}, the slowest; --rank shows another", "dim")
-            yield from (Text(), *_ranks(stages))
-        for finding, ranks in _merged([finding for finding in diagnosis.findings if finding.stage is kind]):
+            name = diagnosis.traces[slowest.trace].rank_name
+            yield Text(f"above and below: rank {name}, the slowest; --rank shows another", "dim")
+            yield from (Text(), *_ranks(stages, diagnosis))
+        for finding, ranks in _merged(diagnosis, kind):
             yield from (Text(), *_finding(finding, console, ranks if len(stages) > 1 else ()))
         yield from (Text(), *ops_table(slowest, top, console))
 
 
-def _ranks(stages: Sequence[StageReport]) -> Iterator[Text]:
+def _ranks(stages: Sequence[StageReport], diagnosis: Diagnosis) -> Iterator[Text]:
     """How the ranks of a stage differ."""
-    yield Text(_RANKS.format("rank", "steps", "device ms", "busy ms", "wall ms"), "dim")
-    for stage in sorted(stages, key=lambda stage: stage.rank or 0):
+    named = {str(diagnosis.traces[stage.trace].rank_name): stage for stage in sorted(stages, key=_by_rank(diagnosis))}
+    width = max(6, *map(len, named))
+    yield Text(_RANKS.format("rank", width, "steps", "device ms", "busy ms", "wall ms"), "dim")
+    for name, stage in named.items():
         figures = (stage.device_ms_per_step, stage.busy_ms_per_step, stage.wall_ms_per_step)
-        yield Text(_RANKS.format(stage.rank, stage.steps, *map(milliseconds, figures)))
+        yield Text(_RANKS.format(name, width, stage.steps, *map(milliseconds, figures)))
 
 
-def _merged(findings: Sequence[Finding]) -> Iterator[tuple[Finding, Sequence[int | None]]]:
-    """Findings of one kind and cause are one: the costliest, with the ranks that have it."""
+def _merged(diagnosis: Diagnosis, stage: Stage | None) -> Iterator[tuple[Finding, Sequence[str]]]:
+    """A stage's findings of one kind and cause are one: the costliest, with the ranks that have it."""
     alike: dict[tuple[str, Cause | None], list[Finding]] = {}
-    for finding in findings:
-        alike.setdefault((finding.kind, finding.cause), []).append(finding)
+    for finding in diagnosis.findings:
+        if finding.stage is stage:
+            alike.setdefault((finding.kind, finding.cause), []).append(finding)
     for group in alike.values():
         worst = max(group, key=lambda finding: finding.cost_ms_per_step or 0.0)
-        yield worst, sorted({finding.rank for finding in group}, key=lambda rank: rank or 0)
+        ordered = sorted(group, key=_by_rank(diagnosis))
+        yield worst, list(dict.fromkeys(str(diagnosis.traces[finding.trace].rank_name) for finding in ordered))
+
+
+def _by_rank(diagnosis: Diagnosis) -> Callable[[StageReport | Finding], tuple[int, ...]]:
+    """The order of ranks: by data-parallel group, pipeline stage and TP where traces give them, else by number."""
+
+    def order(part: StageReport | Finding) -> tuple[int, ...]:
+        trace = diagnosis.traces[part.trace]
+        tensor, data, pipeline = (0, 0, 0) if trace.coordinates is None else trace.coordinates.place
+        return data, pipeline, tensor, trace.rank or 0
+
+    return order
 
 
 def _trace_header(trace: TraceReport) -> Iterator[Text]:
-    facts = [trace.device or "device unknown", "rank unknown" if trace.rank is None else f"rank {trace.rank}"]
-    if trace.label is not None:
+    facts = [trace.device or "device unknown", f"rank {trace.rank_name or 'unknown'}"]
+    if trace.label is not None and trace.coordinates is None:
         facts.append(trace.label)
     facts.append(f"{trace.events:,} events")
     if trace.unattributed_ms:
@@ -130,11 +148,11 @@ def _stage_header(stage: StageReport) -> Iterator[Text]:
     yield Text(f"between steps: {milliseconds(stage.between_steps_ms_per_step)} ms of device time a step", "dim")
 
 
-def _finding(finding: Finding, console: Console, ranks: Sequence[int | None] = ()) -> Iterator[Text]:
+def _finding(finding: Finding, console: Console, ranks: Sequence[str] = ()) -> Iterator[Text]:
     """What is wrong, what it rests on, where it comes from, what to do."""
     cost = "" if finding.share is None else f" ({finding.share:.1%})"
     if ranks:
-        cost += f" on rank{'' if len(ranks) == 1 else 's'} {', '.join(map(str, ranks))}"
+        cost += f" on rank{'' if len(ranks) == 1 else 's'} {', '.join(ranks)}"
     label = f"{finding.severity.upper()} {finding.kind}"
     yield Text.assemble((label, _SEVERITY_STYLES[finding.severity]), f"{cost}: ", (finding.title, "bold"))
     cause = finding.cause

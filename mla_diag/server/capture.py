@@ -210,8 +210,9 @@ class Capture:
         """Whether the file of every rank, and stage, is there to its end."""
         sizes = self._directory.sizes()
         stages = ("prefill", "decode") if self._plan.by_stage else (None,)
-        found = {rank_and_stage(name) for name in sizes}
-        if any((rank, stage) not in found for rank in expected_ranks(self._server) for stage in stages):
+        named = filter(None, map(rank_and_stage, sizes))
+        found = {(rank.place, stage) for rank, stage in named}
+        if any((rank.place, stage) not in found for rank in expected_ranks(self._server) for stage in stages):
             return False
         for entry in sizes.items():
             if entry not in self._complete and self._directory.is_complete(entry[0]):

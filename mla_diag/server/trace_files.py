@@ -12,10 +12,11 @@ import shutil
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from mla_diag.diagnose.server_info import ServerInfo
 from mla_diag.errors import UnreadableInputError, UsageError
+from mla_diag.trace.rank import Coordinates, coordinates_in
 from mla_diag.trace.source import TraceBytes
 
 # Where SGLang writes if nobody says: there every server can, and a server that cannot write its trace dies.
@@ -23,56 +24,59 @@ _DEFAULT_ROOT = "/tmp"
 _ROOM = 1 << 30
 _ROOM_WITH_STACKS = 4 << 30
 _NAME = re.compile(
-    r"-TP-(?P<tp>\d+)(?:-DP-(?P<dp>\d+))?(?:-PP-(?P<pp>\d+))?(?:-EP-\d+)?(?:-(?P<stage>EXTEND|DECODE|prefill|decode))?"
+    r"-(?P<rank>TP-\d+(?:-DP-\d+)?(?:-PP-\d+)?(?:-EP-\d+)?)(?:-(?P<stage>EXTEND|DECODE|prefill|decode))?"
     r"\.trace\.json\.gz$"
 )
 _STAGES = {"EXTEND": "prefill", "prefill": "prefill", "DECODE": "decode", "decode": "decode"}
 
 
-class Rank(NamedTuple):
-    """A rank by its coordinates; replicas and pipeline stages count from 0 where a name leaves them out."""
-
-    tp: int
-    dp: int
-    pp: int
-
-    def __str__(self) -> str:
-        return f"TP-{self.tp}" + (f" DP-{self.dp}" if self.dp else "") + (f" PP-{self.pp}" if self.pp else "")
-
-
-def rank_and_stage(name: str) -> tuple[Rank, str | None] | None:
+def rank_and_stage(name: str) -> tuple[Coordinates, str | None] | None:
     """What a file's name tells: whose steps, and of which stage; None for a file of another kind."""
     found = _NAME.search(name)
     if found is None:
         return None
-    return Rank(int(found["tp"]), int(found["dp"] or 0), int(found["pp"] or 0)), _STAGES.get(found["stage"])
+    rank = coordinates_in(found["rank"])
+    return (rank or Coordinates()), _STAGES.get(found["stage"])
 
 
-def expected_ranks(server: ServerInfo) -> list[Rank]:
-    """Every rank that writes a trace."""
+def expected_ranks(server: ServerInfo) -> list[Coordinates]:
+    """Every rank that writes a trace; coordinates of which there is only one are left out, as in the files' names."""
     replicas = 1 if server.dp_attention else server.data_parallel
     return [
-        Rank(tp, tp * server.data_parallel // server.tensor_parallel if server.dp_attention else dp, pp)
-        for dp in range(replicas)
+        Coordinates(
+            tp=tp,
+            dp=_data_parallel_rank(server, tp, replica),
+            pp=pp if server.pipeline_parallel > 1 else None,
+            # sglang/srt/entrypoints/engine.py: the experts' ranks are consecutive TP ranks.
+            ep=tp * server.expert_parallel // server.tensor_parallel if server.expert_parallel > 1 else None,
+        )
+        for replica in range(replicas)
         for pp in range(server.pipeline_parallel)
         for tp in range(server.tensor_parallel)
     ]
 
 
+def _data_parallel_rank(server: ServerInfo, tp: int, replica: int) -> int | None:
+    if server.data_parallel == 1:
+        return None
+    return tp * server.data_parallel // server.tensor_parallel if server.dp_attention else replica
+
+
 def rank_notes(names: Iterable[str], server: ServerInfo) -> list[str]:
     """What is wrong with a capture's set of files: ranks that are missing, and names that several ranks share."""
     notes = []
-    seen: dict[tuple[Rank, str | None], str] = {}
+    seen: dict[tuple[tuple[int, int, int], str | None], str] = {}
     for name in sorted(names):
-        key = rank_and_stage(name)
-        if key is None:
+        found = rank_and_stage(name)
+        if found is None:
             continue
+        key = found[0].place, found[1]
         if key in seen:
             notes.append(f"{seen[key]} and {name} are of the same rank and stage; explain them one at a time")
         seen[key] = name
     expected = expected_ranks(server)
     for stage in sorted({stage or "" for _, stage in seen}):
-        missing = [rank for rank in expected if (rank, stage or None) not in seen]
+        missing = [rank for rank in expected if (rank.place, stage or None) not in seen]
         if not missing:
             continue
         listed = ", ".join(map(str, missing[:8])) + (", ..." if len(missing) > 8 else "")

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mla_diag.trace.columns import Ids, Ints
+from mla_diag.trace.rank import Coordinates, coordinates_in, global_rank_in
 
 # Slices of a request's row of the page table tell how long its context is; other ops' scalars are many and of no use.
 SCALARS_OF = frozenset({"aten::slice"})
@@ -156,13 +157,21 @@ class Trace:
 
     @property
     def rank(self) -> int | None:
-        """The global rank: recorded in the trace, else as the file's name or the merged label gives it, else None."""
+        """The number of the rank among those that it was started with; of replicas, each counts its own from 0.
+
+        Recorded in the trace, else as the file's name or the merged label gives it, by TP if by nothing else; or None.
+        """
         info = self.metadata.get("distributedInfo")
         recorded = info.get("rank") if isinstance(info, dict) else None
         if self.label is None and isinstance(recorded, int):
             return recorded
-        found = re.search(r"(?:TP-?|rank[-_ ]?)(\d+)", self.label or self.path.name, re.IGNORECASE)
-        return int(found[1]) if found else None
+        named = global_rank_in(self.label or self.path.name)
+        return named if named is not None or self.coordinates is None else self.coordinates.tp
+
+    @property
+    def coordinates(self) -> Coordinates | None:
+        """TP, DP, PP and EP rank, as the merged label or the file's name gives them; None if neither does."""
+        return coordinates_in(self.label or self.path.name)
 
     @property
     def device(self) -> str | None:

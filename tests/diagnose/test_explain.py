@@ -67,6 +67,24 @@ def test_stage_and_rank_choose_and_say_when_there_is_none(tmp_path: Path):
         mla_diag.explain(tmp_path, rank=7)
 
 
+def test_ranks_of_replicas_are_told_apart_by_their_names(tmp_path: Path):
+    """Each replica numbers its ranks from 0, in the traces too."""
+    for dp in (0, 1):
+        for tp in (0, 1):
+            write(tmp_path / f"17-TP-{tp}-DP-{dp}.trace.json.gz", rank=tp)
+
+    def names(rank: int | str) -> list[str | None]:
+        return [trace.rank_name for trace in mla_diag.explain(tmp_path, rank=rank).traces]
+
+    assert names("TP1-DP0") == ["TP-1 DP-0"]
+    assert names("DP1") == ["TP-0 DP-1", "TP-1 DP-1"]
+    assert names(1) == names("1") == ["TP-1 DP-0", "TP-1 DP-1"]
+    with pytest.raises(UsageError, match="no trace of rank TP2 among"):
+        mla_diag.explain(tmp_path, rank="TP2")
+    with pytest.raises(UsageError, match="--rank first: no rank; write a number, or TP1-DP0"):
+        mla_diag.explain(tmp_path, rank="first")
+
+
 def test_a_rank_that_is_not_recorded_is_unknown_and_not_0(tmp_path: Path):
     """HTA#17, HTA#107: a trace without distributedInfo was taken for rank 0."""
     (trace,) = mla_diag.explain(write(tmp_path / "a.json", rank=None)).traces

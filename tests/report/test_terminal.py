@@ -81,6 +81,20 @@ def test_ranks_of_a_run_are_compared_and_the_slowest_shown(tmp_path: Path):
     assert any(line.startswith("above and below: rank 1, the slowest") for line in lines)
 
 
+def test_ranks_of_replicas_are_one_run_and_named_in_full(tmp_path: Path):
+    for name, duration in (("TP-0-DP-0", 300), ("TP-0-DP-1", 500)):
+        builder = TraceBuilder(rank=0)
+        builder.span("step[DECODE bs=1]", 0, 900)
+        builder.dispatch("aten::mm", 10, [("gemm", 20, duration)])
+        builder.write(tmp_path / f"17-{name}.trace.json.gz")
+    lines = printed(mla_diag.explain(tmp_path), None)
+    assert any("rank TP-0 DP-0 · 4 events" in line for line in lines)
+    assert any(line.startswith("above and below: rank TP-0 DP-1, the slowest") for line in lines)
+    (header,) = [line for line in lines if line.split()[:2] == ["rank", "steps"]]
+    (row,) = [line for line in lines if line.startswith("TP-0 DP-1 ")]
+    assert len(row) == len(header)
+
+
 def test_traces_of_unknown_ranks_are_reported_one_by_one(tmp_path: Path):
     lines = printed(run_of_ranks(tmp_path, [300, 500], known=False), None)
     assert sum("aten::mm" in line for line in lines) == 2
@@ -92,6 +106,7 @@ def test_a_finding_of_several_ranks_is_printed_once_with_them(recordings: Path):
     given = mla_diag.explain(recordings / "base-graph-decode.trace.json.gz")
     ranks = [structs.replace(given.stages[0], rank=rank, trace=rank) for rank in range(3)]
     findings = [structs.replace(finding, rank=rank, trace=rank) for rank in (0, 2)]
-    run = Diagnosis(traces=given.traces * 3, stages=ranks, findings=findings)
+    traces = [structs.replace(given.traces[0], rank=rank) for rank in range(3)]
+    run = Diagnosis(traces=traces, stages=ranks, findings=findings)
     (line,) = [line for line in printed(run, None) if "whole-pool-copy" in line]
     assert "on ranks 0, 2" in line

@@ -12,25 +12,25 @@ from mla_diag.diagnose.server_info import parse_server_info
 from mla_diag.errors import UsageError
 from mla_diag.server import trace_files
 from mla_diag.server.trace_files import (
-    Rank,
     TraceDirectory,
     expected_ranks,
     locate,
     rank_and_stage,
     rank_notes,
 )
+from mla_diag.trace.rank import Coordinates
 
 
 @pytest.mark.parametrize(
     ("name", "rank", "stage"),
     [
-        ("1795971432.2475967-TP-0-DECODE.trace.json.gz", Rank(0, 0, 0), "decode"),
-        ("mla-1795971432.24-TP-3-DP-1-PP-2-EP-3-EXTEND.trace.json.gz", Rank(3, 1, 2), "prefill"),
-        ("1795971432.2475967-TP-11.trace.json.gz", Rank(11, 0, 0), None),
-        ("1795971432.2475967-TP-0-prefill.trace.json.gz", Rank(0, 0, 0), "prefill"),
+        ("1795971432.2475967-TP-0-DECODE.trace.json.gz", Coordinates(0), "decode"),
+        ("mla-1795971432.24-TP-3-DP-1-PP-2-EP-3-EXTEND.trace.json.gz", Coordinates(3, 1, 2, 3), "prefill"),
+        ("1795971432.2475967-TP-11.trace.json.gz", Coordinates(11), None),
+        ("1795971432.2475967-TP-0-prefill.trace.json.gz", Coordinates(0), "prefill"),
     ],
 )
-def test_ranks_and_stage_by_the_name(name: str, rank: Rank, stage: str | None):
+def test_ranks_and_stage_by_the_name(name: str, rank: Coordinates, stage: str | None):
     assert rank_and_stage(name) == (rank, stage)
 
 
@@ -42,15 +42,15 @@ def test_files_of_another_kind(name: str):
 @pytest.mark.parametrize(
     ("answer", "ranks"),
     [
-        ({}, [Rank(0, 0, 0)]),
-        ({"tp_size": 2}, [Rank(0, 0, 0), Rank(1, 0, 0)]),
-        ({"dp_size": 2}, [Rank(0, 0, 0), Rank(0, 1, 0)]),
-        ({"tp_size": 2, "dp_size": 2, "enable_dp_attention": True}, [Rank(0, 0, 0), Rank(1, 1, 0)]),
-        ({"pp_size": 2}, [Rank(0, 0, 0), Rank(0, 0, 1)]),
-        ({"tp_size": 2, "ep_size": 2}, [Rank(0, 0, 0), Rank(1, 0, 0)]),
+        ({}, [Coordinates(0)]),
+        ({"tp_size": 2}, [Coordinates(0), Coordinates(1)]),
+        ({"dp_size": 2}, [Coordinates(0, dp=0), Coordinates(0, dp=1)]),
+        ({"tp_size": 2, "dp_size": 2, "enable_dp_attention": True}, [Coordinates(0, dp=0), Coordinates(1, dp=1)]),
+        ({"pp_size": 2}, [Coordinates(0, pp=0), Coordinates(0, pp=1)]),
+        ({"tp_size": 4, "ep_size": 2}, [Coordinates(tp, ep=ep) for tp, ep in ((0, 0), (1, 0), (2, 1), (3, 1))]),
     ],
 )
-def test_every_rank_that_writes_a_trace(answer: dict[str, Any], ranks: list[Rank]):
+def test_every_rank_that_writes_a_trace(answer: dict[str, Any], ranks: list[Coordinates]):
     assert expected_ranks(parse_server_info(answer)) == ranks
 
 
@@ -59,6 +59,14 @@ def test_missing_ranks_are_named_by_stage():
     names = ["1-TP-0-EXTEND.trace.json.gz", "1-TP-1-EXTEND.trace.json.gz", "1-TP-0-DECODE.trace.json.gz"]
     assert rank_notes(names, server) == ["no decode trace of TP-1 (1 of 2 ranks)"]
     assert rank_notes([*names, "1-TP-1-DECODE.trace.json.gz"], server) == []
+
+
+def test_a_missing_rank_of_a_server_with_experts_is_named_with_its_experts():
+    server = parse_server_info({"tp_size": 2, "dp_size": 2, "enable_dp_attention": True, "ep_size": 2})
+    (note,) = rank_notes(["1-TP-0-DP-0-EP-0-DECODE.trace.json.gz"], server)
+    assert note == "no decode trace of TP-1 DP-1 EP-1 (1 of 2 ranks)"
+    # Releases that name files by the TP rank alone say no less: there is one of each.
+    assert rank_notes(["1-TP-0.trace.json.gz", "1-TP-1.trace.json.gz"], parse_server_info({"tp_size": 2})) == []
 
 
 def test_colliding_ranks_are_named():

@@ -4,6 +4,7 @@ import pytest
 
 from mla_diag.trace.decode import read_trace
 from mla_diag.trace.link import link
+from mla_diag.trace.rank import Coordinates
 from tests.trace.reading import read, rows
 from tests.trace_builder import TraceBuilder
 
@@ -27,6 +28,7 @@ def test_a_merged_trace_falls_into_its_ranks(tmp_path):
     parts = read(tmp_path, merged(*labels)).by_rank()
     assert [part.label for part in parts] == labels
     assert [part.rank for part in parts] == [0, 1, 2]
+    assert [part.coordinates for part in parts] == [Coordinates(0), Coordinates(1), Coordinates(tp=2, dp=1)]
     for rank, part in enumerate(parts):
         assert [len(table) for table in rows(part).values()] == [1, 1, 1, 1, 0, 1]
         links = link(part)  # correlations repeat from rank to rank
@@ -57,6 +59,7 @@ def test_a_trace_of_one_rank_is_its_own_part(tmp_path):
         ({"rank": 7}, "trace.json", 7),
         ({}, "1790857026-TP-4-DECODE.trace.json", 4),
         ({"rank": "3"}, "a-TP12.json", 12),
+        (None, "dp1_pp0_tp0_dcp0_ep0_rank4.1790857026.pt.trace.json.gz", 4),
         (None, "rank_6.json", 6),
         ([1], "rank-8.json", 8),
         (None, "trace.json", None),

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 
 from mla_diag.diagnose.case import StageCase
-from mla_diag.diagnose.diagnosis import Finding, StageReport
+from mla_diag.diagnose.diagnosis import Finding, StageReport, TraceReport
 from mla_diag.diagnose.rules import (
     dropped_events,
     exposed_communication,
@@ -23,7 +23,7 @@ from mla_diag.diagnose.rules import (
 )
 
 Rule = Callable[[StageCase], Iterator[Finding]]
-CrossRule = Callable[[Sequence[StageReport]], Iterator[Finding]]
+CrossRule = Callable[[Sequence[StageReport], Sequence[TraceReport]], Iterator[Finding]]
 
 RULES: dict[str, Rule] = {
     whole_pool_copy.KIND: whole_pool_copy.find,
