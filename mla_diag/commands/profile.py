@@ -26,6 +26,7 @@ from mla_diag.diagnose.rules import KINDS, whole_pool_copy
 from mla_diag.diagnose.server_info import ServerInfo, parse_server_info
 from mla_diag.diagnose.step_spans import Stage
 from mla_diag.diagnose.verdict import parse_fail_on
+from mla_diag.diagnose.words import count
 from mla_diag.errors import MlaDiagError, ServerError, UnreadableInputError, UsageError
 from mla_diag.report.exposure import floor_lines, gap_lines
 from mla_diag.report.json import render_json
@@ -154,7 +155,7 @@ def run(
         recording.summary,
         *(f"note: {note}" for note in rank_notes((trace.name for trace in recording.traces), recording.server)),
         *_gap_lines(diagnosis),
-        *_graph_guidance(diagnosis, options, url=recording.url),
+        *_graph_guidance(diagnosis, recording, options),
     ]
     _write(recording.out / "report.json", render_json(diagnosis))
     with _opened(recording.out / "report.txt") as file:
@@ -188,7 +189,7 @@ def _record(client: Client, options: Options) -> Recording:
         _make(out)
         directory.prepare(options.stacks)
         _write(out / "server_info.json", msgspec.json.format(msgspec.json.encode(answer), indent=2).decode() + "\n")
-        announcement = "\n".join(_announce(client, options, plan, directory, out))
+        announcement = "\n".join(_announce(client, options, server, plan, directory, out))
         print(announcement, flush=True)
         try:
             capture.run(None if plan is None else Load(client, plan, server.data_parallel))
@@ -203,7 +204,7 @@ def _record(client: Client, options: Options) -> Recording:
     if not traces:
         raise ServerError(_out_of_reach(directory, out, client.url))
     size = sum(trace.stat().st_size for trace in traces)
-    summary = f"{_count(len(traces), 'trace')}, {size / 1e6:,.2f} MB, written {capture.seconds:.1f} s after the start"
+    summary = f"{count(len(traces), 'trace')}, {size / 1e6:,.2f} MB, written {capture.seconds:.1f} s after the start"
     device = str(answer.get("device") or "cuda")
     return Recording(client.url, server, device, model, plan, out, traces, announcement, summary)
 
@@ -220,7 +221,12 @@ def _plan(server: ServerInfo, options: Options) -> LoadPlan:
 
 
 def _announce(
-    client: Client, options: Options, plan: LoadPlan | None, directory: TraceDirectory, out: Path
+    client: Client,
+    options: Options,
+    server: ServerInfo,
+    plan: LoadPlan | None,
+    directory: TraceDirectory,
+    out: Path,
 ) -> Iterator[str]:
     """What is about to be done to the server, and for how long."""
     stages = " and ".join(sorted(stage.value for stage in options.stages))
@@ -233,10 +239,12 @@ def _announce(
         )
     else:
         yield (
-            f"  load     one wave, on each data-parallel rank {_count(plan.batch, 'request')} of {plan.input_len:,} "
+            f"  load     one wave, on each data-parallel rank {count(plan.batch, 'request')} of {plan.input_len:,} "
             f"tokens ({plan.cached_len:,} of them cached first) and {plan.output_len} new ones; recorded are "
-            f"{_count(plan.prefill_steps, 'prefill step')} and {_count(options.steps, 'decode step')}"
+            f"{count(plan.prefill_steps, 'prefill step')} and {count(options.steps, 'decode step')}"
         )
+    if server.cuda_graphs and Stage.DECODE in options.stages and options.mapping is None:
+        yield "  graphs   on: decode steps come without ops, shapes and stacks; how to have them is said at the end"
     yield (
         "  cost     the server answers nobody while it exports its traces: seconds for small ones, 25 to 300 s for "
         f"large; waited for {client.timeouts.export:.0f} s at most"
@@ -252,7 +260,7 @@ def _keep(directory: TraceDirectory, out: Path) -> None:
         print(f"mla-diag: {error}", file=sys.stderr)
         return
     if kept:
-        print(f"mla-diag: written by then: {_count(len(kept), 'trace')}, in {out / 'traces'}", file=sys.stderr)
+        print(f"mla-diag: written by then: {count(len(kept), 'trace')}, in {out / 'traces'}", file=sys.stderr)
 
 
 def _fetch(directory: TraceDirectory, out: Path) -> list[Path]:
@@ -288,9 +296,7 @@ def _explain(recording: Recording, options: Options) -> Diagnosis:
         reason = str(error)
         if recording.device == "cpu":
             reason = "this server runs on its CPU: they hold no device work, so there is nothing to rank"
-        message = (
-            f"{recording.out / 'traces'}: {_count(len(recording.traces), 'trace')} recorded and kept, but {reason}"
-        )
+        message = f"{recording.out / 'traces'}: {count(len(recording.traces), 'trace')} recorded and kept, but {reason}"
         _write(recording.out / "report.txt", f"{recording.announcement}\n\n{message}\n{recording.summary}\n")
         print(recording.summary)
         raise UnreadableInputError(message) from error
@@ -331,17 +337,22 @@ def _gap_lines(diagnosis: Diagnosis) -> Iterator[str]:
         yield "gap: the floor of a decode step is not known; give the model's config.json with --model-config"
 
 
-def _graph_guidance(diagnosis: Diagnosis, options: Options, *, url: str) -> Iterator[str]:
-    """How to have shapes and stacks where CUDA graphs replayed without them."""
+def _graph_guidance(diagnosis: Diagnosis, recording: Recording, options: Options) -> Iterator[str]:
+    """How a capture with CUDA graphs and one without make up for each other."""
+    out = recording.out
+    again = f"mla-diag profile --url {recording.url} --stage decode"
+    if recording.server.cuda_graphs is False and Stage.DECODE in options.stages:
+        yield "This server decodes without CUDA graphs: its trace names what they replay on the same server with them:"
+        yield f"  {again} --mapping {out / 'traces'}/NAME"
     replayed = any(op.launched_by == "graph" and not op.mapped for stage in diagnosis.stages for op in stage.ops)
-    if replayed and options.mapping is None:
-        yield "CUDA graphs record no ops, shapes or stacks. To name what they replay, give --mapping a trace of"
-        yield f"  the same server with --disable-cuda-graph: mla-diag profile --url {url} --stacks --stage decode"
-        yield "  the graphs' capture: start the server with --enable-profile-cuda-graph"
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 's'}"
+    if not replayed or options.mapping is not None:
+        return
+    yield "CUDA graphs record no ops, shapes or stacks. To name what they replay, record one of these as well:"
+    yield f"  the same server with --disable-cuda-graph: {again} --stacks"
+    yield "  the graphs' capture: start the server with --enable-profile-cuda-graph and SGLANG_TORCH_PROFILER_DIR=DIR;"
+    yield "  it writes DIR/capture_traces/bs_BATCH_rankN.json.gz"
+    yield "and explain this recording with it, without another capture:"
+    yield f"  mla-diag explain {out / 'traces'} --server-info {out / 'server_info.json'} --mapping THAT_TRACE"
 
 
 def _make(out: Path) -> None:

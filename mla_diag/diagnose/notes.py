@@ -11,6 +11,7 @@ from mla_diag.diagnose.idle import records_stacks
 from mla_diag.diagnose.mapping import Mapping
 from mla_diag.diagnose.step_spans import StepSource
 from mla_diag.diagnose.steps import Steps
+from mla_diag.diagnose.words import count
 from mla_diag.trace.columns import MISSING
 from mla_diag.trace.link import Links
 from mla_diag.trace.model import Damage, Trace
@@ -38,11 +39,11 @@ def _damage(damage: Damage) -> Iterator[str]:
         )
     if damage.lost_events:
         where = "" if damage.first_lost_at is None else f" (the first at byte {damage.first_lost_at:,} of the JSON)"
-        yield f"{_count(damage.lost_events, 'event')} could not be read and are left out{where}"
+        yield f"{count(damage.lost_events, 'event')} could not be read and are left out{where}"
     if damage.repaired_events:
-        yield f"{_count(damage.repaired_events, 'malformed event')} could be repaired and are counted"
+        yield f"{count(damage.repaired_events, 'malformed event')} could be repaired and are counted"
     if damage.clamped_durations:
-        yield f"{_count(damage.clamped_durations, 'event')} had a duration below zero or no number; it counts as 0"
+        yield f"{count(damage.clamped_durations, 'event')} had a duration below zero or no number; it counts as 0"
 
 
 def _missing_device(trace: Trace, links: Links) -> Iterator[str]:
@@ -52,7 +53,7 @@ def _missing_device(trace: Trace, links: Links) -> Iterator[str]:
         yield "no device event comes before the cut, so nothing can be said of device time"
     elif calls > 10 * events:
         yield (
-            f"{calls:,} kernel launches but only {_count(events, 'device event')}: while a CUDA graph is captured, "
+            f"{calls:,} kernel launches but only {count(events, 'device event')}: while a CUDA graph is captured, "
             "launches are recorded and nothing runs; explain a trace of its replay"
         )
     orphans = int((links.launch == MISSING).sum())
@@ -70,7 +71,7 @@ def _steps(steps: Steps) -> Iterator[str]:
         yield "no step is complete in this trace: the figures are of parts of steps, and lower than those of whole ones"
     elif incomplete := int((~steps.complete).sum()):
         verb = "is" if incomplete == 1 else "are"
-        yield f"{_count(incomplete, 'step')} {verb} incomplete in this trace and left out of every figure"
+        yield f"{count(incomplete, 'step')} {verb} incomplete in this trace and left out of every figure"
 
 
 def _missing_detail(trace: Trace, links: Links, mapping: Mapping | None) -> Iterator[str]:
@@ -93,7 +94,3 @@ def _missing_detail(trace: Trace, links: Links, mapping: Mapping | None) -> Iter
         yield "Python stacks were recorded, which slows the host: wall time is longer than without them"
     elif replayed < events:
         yield "no Python stacks were recorded: profile with with_stack=true to see which line launches what"
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"

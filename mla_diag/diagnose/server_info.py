@@ -6,6 +6,7 @@ one for each data-parallel rank (sglang/srt/entrypoints/http_server.py).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -123,7 +124,7 @@ def parse_server_info(answer: dict[str, Any]) -> ServerInfo:
         attention_backend=first("attention_backend", str),
         prefill_backend=first("prefill_attention_backend", str),
         decode_backend=first("decode_attention_backend", str),
-        cuda_graphs=enabled(first("disable_cuda_graph", bool)),
+        cuda_graphs=_decode_graphs(first),
         model_path=first("model_path", str),
         quantization=first("quantization", str),
         tensor_parallel=first("tp_size", int) or 1,
@@ -141,6 +142,16 @@ def parse_server_info(answer: dict[str, Any]) -> ServerInfo:
         chunked_prefill_size=first("chunked_prefill_size", int),
         draft_tokens=first("speculative_num_draft_tokens", int) or 1,
     )
+
+
+def _decode_graphs(first: Callable[..., Any]) -> bool | None:
+    """Whether decode runs from CUDA graphs: as newer releases resolved it, else by the flags."""
+    config = first("cuda_graph_config", dict)
+    decode = config.get("decode") if config is not None else None
+    if isinstance(decode, dict) and isinstance(decode.get("backend"), str):
+        return bool(decode["backend"] != "disabled")
+    flags = [first(name, bool) for name in ("disable_cuda_graph", "disable_decode_cuda_graph")]
+    return False if True in flags else None if flags[0] is None else True
 
 
 def _gibibytes(value: Any) -> int | None:

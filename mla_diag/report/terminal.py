@@ -14,6 +14,7 @@ from rich.text import Text
 
 from mla_diag.diagnose.diagnosis import Cause, Diagnosis, Finding, StageReport, TraceReport
 from mla_diag.diagnose.step_spans import Stage
+from mla_diag.diagnose.words import count
 from mla_diag.report.ops_table import ops_table
 from mla_diag.report.units import milliseconds
 
@@ -134,7 +135,7 @@ def _stage_header(stage: StageReport) -> Iterator[Text]:
     left_out = f", {stage.steps_left_out} left out" if stage.steps_left_out else ""
     yield Text.assemble(
         (stage.stage.value.upper(), "bold cyan"),
-        f"  {stage.steps} step{'' if stage.steps == 1 else 's'}{left_out}",
+        f"  {count(stage.steps, 'step')}{left_out}",
         (f"  ({', '.join(names)})", "dim"),
     )
     busy = stage.busy_ms_per_step / stage.wall_ms_per_step if stage.wall_ms_per_step else 0.0

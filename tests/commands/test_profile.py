@@ -124,10 +124,31 @@ def test_graphs_come_with_how_to_see_into_them(run: Invoke, tmp_path: Path, trac
         plain = run("profile", "--url", server.url, *arguments, "--out", tmp_path / "a")
         mapping = recordings / "base-eager-decode-stack.trace.json.gz"
         mapped = run("profile", "--url", server.url, *arguments, "--out", tmp_path / "b", "--mapping", mapping)
-    assert f"mla-diag profile --url {server.url} --stacks --stage decode" in plain.stdout
+    assert f"--disable-cuda-graph: mla-diag profile --url {server.url} --stage decode --stacks" in plain.stdout
     assert "--enable-profile-cuda-graph" in plain.stdout
+    command = next(line for line in plain.stdout.splitlines() if "--mapping THAT_TRACE" in line)
+    explained = run(*command.replace("THAT_TRACE", str(mapping)).split()[1:])
+    assert explained.returncode == 0
+    assert "forward_decode" in explained.stdout
     assert "--enable-profile-cuda-graph" not in mapped.stdout
     assert "forward_decode" in mapped.stdout
+
+
+def test_what_cuda_graphs_hide_is_said_before_it_is_recorded(run: Invoke, tmp_path: Path, traces: dict[str, Path]):
+    arguments = ["--trace-root", tmp_path, "--stacks"]
+    with StandIn(info=BY_STAGE | {"disable_cuda_graph": False}, traces=traces) as server:
+        graphs = run("profile", "--url", server.url, *arguments, "--out", tmp_path / "a")
+        prefill = run("profile", "--url", server.url, *arguments, "--out", tmp_path / "b", "--stage", "prefill")
+    assert "  graphs   on: decode steps come without ops, shapes and stacks" in graphs.stdout
+    assert "  graphs   " not in prefill.stdout
+
+
+def test_a_server_without_cuda_graphs_names_what_one_with_them_replays(
+    run: Invoke, tmp_path: Path, traces: dict[str, Path]
+):
+    with StandIn(info=BY_STAGE | {"disable_cuda_graph": True}, traces=traces) as server:
+        result = run("profile", "--url", server.url, "--trace-root", tmp_path, "--out", tmp_path / "out")
+    assert f"mla-diag profile --url {server.url} --stage decode --mapping {tmp_path}/out/traces/NAME" in result.stdout
 
 
 def test_missing_ranks_are_named(run: Invoke, tmp_path: Path, traces: dict[str, Path]):

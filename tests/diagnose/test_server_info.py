@@ -65,6 +65,23 @@ def test_ranks_and_backends_of_each_stage():
 
 
 @pytest.mark.parametrize(
+    ("answer", "graphs"),
+    [
+        ({}, None),
+        ({"disable_cuda_graph": False}, True),
+        ({"disable_cuda_graph": True}, False),
+        ({"disable_cuda_graph": False, "disable_decode_cuda_graph": True}, False),
+        # As resolved: graphs can be off for another reason than the flag.
+        ({"disable_cuda_graph": False, "cuda_graph_config": {"decode": {"backend": "disabled"}}}, False),
+        ({"disable_cuda_graph": False, "cuda_graph_config": {"decode": {"backend": "full"}}}, True),
+        ({"disable_cuda_graph": False, "cuda_graph_config": None}, True),
+    ],
+)
+def test_whether_decode_runs_from_cuda_graphs(answer: dict[str, Any], graphs: bool | None):
+    assert parse_server_info(answer).cuda_graphs is graphs
+
+
+@pytest.mark.parametrize(
     ("dtype", "fp8"), [("fp8_e4m3", True), ("fp8_e5m2", True), ("bfloat16", False), ("auto", None)]
 )
 def test_fp8_pool(dtype: str, fp8: bool | None):
