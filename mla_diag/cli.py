@@ -281,11 +281,15 @@ def bench_kernel(
     ] = None,
     output: Annotated[Path | None, typer.Option("--json", help="Write the rows to this file as well.")] = None,
     milliseconds: Annotated[int, typer.Option("--rep-ms", min=1, help="Time spent on each measurement.")] = 30,
+    recorded: Annotated[
+        Path | None, typer.Option("--from", metavar="FILE", help="Show what --json wrote instead of measuring.")
+    ] = None,
+    plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw it to this SVG file as well.")] = None,
 ) -> None:
     """Time the attention of one layer over an FP8 pool: every alternative installed, against the roofline."""
     from mla_diag.commands import bench as command
 
-    command.run_kernel(heads or (), shape or (), output, milliseconds)
+    command.run_kernel(heads or (), shape or (), output, milliseconds, recorded=recorded, plot=plot)
 
 
 @app.command()

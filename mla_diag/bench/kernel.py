@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from triton.testing import do_bench, do_bench_cudagraph
 
+from mla_diag.bench.kernel_record import LATENT, ROPE, WIDTH, Ceilings, Row, Shape
 from mla_diag.kernels.mla_fp8 import mla_fp8, mla_schedule, workspace_bytes
 from mla_diag.kernels.mla_fp8_sm90 import mla_fp8_sm90, unavailable
 from mla_diag.kernels.mla_fp8_sm90 import workspace_bytes as sm90_workspace_bytes
@@ -23,7 +24,6 @@ from mla_diag.kernels.reference import csr_rows, mla_reference
 
 __all__ = ["ALTERNATIVES", "Ceilings", "Row", "Shape", "bench_kernels", "measure_ceilings"]
 
-LATENT, ROPE, WIDTH = 512, 64, 576
 POOL_ROWS = 495_552  # the pool of the server in which the whole-pool copy was first measured
 SM_SCALE = (128 + 64) ** -0.5  # DeepSeek's head widths before absorption
 HEADS = (16, 64, 128)
@@ -31,50 +31,6 @@ CASES = ((1, 2048), (1, 32768), (1, 131072), (16, 2048), (16, 8192), (64, 2048),
 CHECKED_REQUESTS = 4  # float64 takes a while
 
 Step = Callable[[], torch.Tensor]
-
-
-@dataclass(frozen=True)
-class Shape:
-    """One decode step: query heads on this rank, requests, and tokens a request."""
-
-    heads: int
-    batch: int
-    context: int
-
-
-@dataclass(frozen=True)
-class Ceilings:
-    """What the card does at best: bytes a second, read and written, in copies; FLOP a second in BF16 products."""
-
-    bandwidth: float
-    matmul: float
-
-    def roofline_us(self, shape: Shape) -> float:
-        """Return the time under which no kernel can come: each referenced FP8 row read once, or the two products."""
-        tokens = shape.batch * shape.context
-        flops = 2.0 * shape.heads * tokens * (LATENT + ROPE + LATENT)
-        return 1e6 * max(tokens * WIDTH / self.bandwidth, flops / self.matmul)
-
-
-@dataclass(frozen=True)
-class Row:
-    """One alternative at one shape.
-
-    Attributes:
-        shape: the decode step.
-        alternative: a key of `ALTERNATIVES`.
-        us: median time of a graph replay in microseconds; None where the alternative does not run here.
-        error: norm(out - ref) / norm(ref) against float64 on the dequantised pool.
-        roofline_us: the floor at this shape.
-        reason: why it does not run.
-    """
-
-    shape: Shape
-    alternative: str
-    us: float | None
-    error: float | None
-    roofline_us: float
-    reason: str = ""
 
 
 @dataclass(frozen=True)

@@ -4,37 +4,65 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import msgspec
 from rich.console import Console
 from rich.text import Text
 
-from mla_diag.commands.common import check_output
+from mla_diag.bench.kernel_record import Record, Row, Shape, read_record
+from mla_diag.commands.common import check_output, destination
 from mla_diag.errors import UsageError
-
-if TYPE_CHECKING:
-    from mla_diag.bench.kernel import Row, Shape
+from mla_diag.report.json import render_json
+from mla_diag.report.kernel_plot import check_plotting, draw_svg
 
 _ROW = "{:>5} {:>5} {:>7}  {:<15} {:>9} {:>9} {:>9}"
 
 
-def run_kernel(heads: Sequence[int], shapes: Sequence[str], output: Path | None, milliseconds: int) -> None:
-    """Time every alternative that is installed at each shape, printing rows as they come.
+def run_kernel(
+    heads: Sequence[int],
+    shapes: Sequence[str],
+    output: Path | None,
+    milliseconds: int,
+    *,
+    recorded: Path | None = None,
+    plot: Path | None = None,
+) -> None:
+    """Time every alternative that is installed at each shape, printing rows as they come; or show an earlier run.
 
     Args:
-        heads: Query heads on a rank; none for the ones that the documentation's tables have.
-        shapes: Requests and tokens of each, such as `16x8192`; none for the tables'.
-        output: Where the rows go as JSON as well.
+        heads: Query heads on a rank; none for the ones that the documentation's tables have, or that were recorded.
+        shapes: Requests and tokens of each, such as `16x8192`; none for the tables', or the recorded ones.
+        output: Where the run goes as JSON as well.
         milliseconds: Time spent on each measurement.
+        recorded: An earlier run's JSON to show instead of measuring.
+        plot: Where a picture of it goes, as SVG.
 
     Raises:
-        UsageError: torch, Triton or a GPU is missing, or a shape makes no sense.
+        UnreadableInputError: `recorded` is no such run.
+        UsageError: torch, Triton or a GPU is missing, or what draws is; or a shape or an output makes no sense.
     """
     cases = [parse_shape(text) for text in shapes]
     check_output(output)
+    if plot is not None:
+        check_output(plot)
+        check_plotting()
+    if recorded is None:
+        record = _measure(heads, cases, output, milliseconds)
+    elif output is not None:
+        raise UsageError("--from shows an earlier run, which is JSON already: leave --json out")
+    else:
+        record = _chosen(read_record(recorded), heads, cases, recorded)
+        _print_head(record)
+        for row in record.rows:
+            _console().print(format_row(row), soft_wrap=True)
+    if plot is not None:
+        picture = draw_svg(record)
+        with destination(plot) as console:
+            console.file.write(picture.decode())
+
+
+def _measure(heads: Sequence[int], cases: Sequence[tuple[int, int]], output: Path | None, milliseconds: int) -> Record:
     try:
         import torch  # noqa: PLC0415 - extras: the rest of mla-diag runs without them
 
@@ -43,21 +71,40 @@ def run_kernel(heads: Sequence[int], shapes: Sequence[str], output: Path | None,
         raise UsageError(f"bench kernel needs torch and Triton ({error}); pip install 'mla-diag[gpu]'") from error
     if not torch.cuda.is_available():
         raise UsageError("bench kernel needs a GPU, and torch sees none here; run it where the server runs")
-    ceilings = kernel.measure_ceilings()
-    console = Console(highlight=False)
-    console.print(
-        f"{torch.cuda.get_device_name()}: copies at {ceilings.bandwidth / 1e12:.2f} TB/s, "
-        f"BF16 products at {ceilings.matmul / 1e12:.0f} TFLOP/s; a decode step of one layer:\n"
-    )
-    console.print(Text(_ROW.format("heads", "batch", "context", "", "us", "roofline", "error"), "dim"))
-    wanted = [kernel.Shape(count, *case) for count in heads or kernel.HEADS for case in cases or kernel.CASES]
-    rows = []
-    for row in kernel.bench_kernels(wanted, ceilings, rep_ms=milliseconds):
-        rows.append(row)
-        console.print(format_row(row), soft_wrap=True)
+    record = Record(torch.cuda.get_device_name(), kernel.measure_ceilings(), [])
+    _print_head(record)
+    wanted = [Shape(count, *case) for count in heads or kernel.HEADS for case in cases or kernel.CASES]
+    for row in kernel.bench_kernels(wanted, record.ceilings, rep_ms=milliseconds):
+        record.rows.append(row)
+        _console().print(format_row(row), soft_wrap=True)
         if output is not None:
-            fields = {"ceilings": asdict(ceilings), "rows": [asdict(entry) for entry in rows]}
-            output.write_bytes(msgspec.json.format(msgspec.json.encode(fields), indent=2))
+            output.write_text(render_json(record), encoding="utf-8")
+    return record
+
+
+def _chosen(record: Record, heads: Sequence[int], cases: Sequence[tuple[int, int]], path: Path) -> Record:
+    rows = [
+        row
+        for row in record.rows
+        if (not heads or row.shape.heads in heads) and (not cases or (row.shape.batch, row.shape.context) in cases)
+    ]
+    if not rows:
+        raise UsageError(f"{path}: nothing of these heads and shapes was recorded; leave them out to see what was")
+    return msgspec.structs.replace(record, rows=rows)
+
+
+def _print_head(record: Record) -> None:
+    ceilings = record.ceilings
+    _console().print(
+        f"{record.device}: copies at {ceilings.bandwidth / 1e12:.2f} TB/s, "
+        f"BF16 products at {ceilings.matmul / 1e12:.0f} TFLOP/s; a decode step of one layer:\n",
+        soft_wrap=True,
+    )
+    _console().print(Text(_ROW.format("heads", "batch", "context", "", "us", "roofline", "error"), "dim"))
+
+
+def _console() -> Console:
+    return Console(highlight=False)
 
 
 def parse_shape(text: str) -> tuple[int, int]:
@@ -74,10 +121,11 @@ def parse_shape(text: str) -> tuple[int, int]:
 
 def format_row(row: Row) -> Text:
     """One measurement: the time, how many times the roofline that is, and the error; or why there is none."""
-    shape: Shape = row.shape
-    if row.us is None or row.error is None:
+    shape = row.shape
+    if row.us is None:
         figures = ("-", "", "")
     else:
-        figures = (f"{row.us:,.1f}", f"{row.us / row.roofline_us:.2f} x", f"{row.error:.1e}")
+        error = "nan" if row.error is None else f"{row.error:.1e}"
+        figures = (f"{row.us:,.1f}", f"{row.us / row.roofline_us:.2f} x", error)
     line = _ROW.format(shape.heads, shape.batch, shape.context, row.alternative, *figures)
     return Text(line if row.us is not None else f"{line.rstrip()}  {row.reason}", "" if row.us is not None else "dim")

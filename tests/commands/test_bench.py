@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+import re
+import sys
+from pathlib import Path
+from xml.etree import ElementTree
+
+import msgspec
 import pytest
 
-from mla_diag.bench.kernel import Row, Shape
+from mla_diag.bench.kernel_record import Ceilings, Record, Row, Shape, read_record
 from mla_diag.commands.bench import format_row, parse_shape
 from mla_diag.errors import UsageError
+from mla_diag.report.json import render_json
+from tests.commands.invoke import Invoke
 from tests.commands.test_explain import run
+
+SVG = "{http://www.w3.org/2000/svg}"
+OURS, FLOOR = "stroke: #009e73", "stroke-dasharray"
 
 
 def test_without_a_gpu_it_says_so_in_one_line():
@@ -37,3 +48,124 @@ def test_a_row_that_was_measured():
 def test_a_row_that_could_not_be():
     row = Row(Shape(16, 1, 2048), "native fp8", None, None, 0.3, "ImportError: No module named 'flashinfer'")
     assert format_row(row).plain.endswith("native fp8              -  ImportError: No module named 'flashinfer'")
+
+
+def test_a_row_whose_output_was_not_finite():
+    row = Row(Shape(16, 1, 2048), "native fp8", 12.5, float("nan"), 0.3)
+    assert format_row(row).plain.split()[-4:] == ["12.5", "41.67", "x", "nan"]
+    assert format_row(read_back(row)).plain == format_row(row).plain
+
+
+def read_back(row: Row) -> Row:
+    """As JSON has it."""
+    return msgspec.json.decode(msgspec.json.encode(row), type=Row)
+
+
+@pytest.fixture
+def recorded(tmp_path: Path) -> Path:
+    """A run of two head counts and two shapes, in which one alternative could not run."""
+    ceilings = Ceilings(bandwidth=4.25e12, matmul=786e12)
+    rows = []
+    for shape in (Shape(heads, batch, context) for heads in (16, 128) for batch, context in ((1, 2048), (64, 8100))):
+        floor = ceilings.roofline_us(shape)
+        rows += [
+            Row(shape, "bf16 pool", 2.5 * floor, 1.6e-3, floor),
+            Row(shape, "native fp8", None, None, floor, "ImportError: No module named 'flashinfer'"),
+            Row(shape, "mla-diag triton", 1.5 * floor, 1.7e-3, floor),
+        ]
+    path = tmp_path / "kernel.json"
+    path.write_text(render_json(Record("NVIDIA H200", ceilings, rows)))
+    return path
+
+
+@pytest.fixture
+def invoke(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Invoke:
+    return Invoke(monkeypatch, capsys)
+
+
+def test_an_earlier_run_is_shown_without_a_gpu(invoke: Invoke, recorded: Path):
+    result = invoke("bench", "kernel", "--from", recorded)
+    assert (result.returncode, result.stderr) == (0, "")
+    first, _, head, *rows = result.stdout.splitlines()
+    assert first == "NVIDIA H200: copies at 4.25 TB/s, BF16 products at 786 TFLOP/s; a decode step of one layer:"
+    assert head.split() == ["heads", "batch", "context", "us", "roofline", "error"]
+    assert rows == [format_row(row).plain.rstrip() for row in read_record(recorded).rows]
+    some = invoke("bench", "kernel", "--from", recorded, "--heads", "128", "--shape", "1x2048")
+    assert some.stdout.splitlines()[3:] == rows[6:9]
+
+
+def test_an_earlier_run_is_shown_where_torch_is_not_installed(
+    invoke: Invoke, recorded: Path, monkeypatch: pytest.MonkeyPatch
+):
+    for name in ("torch", "triton", "mla_diag.bench.kernel"):
+        monkeypatch.setitem(sys.modules, name, None)
+    assert invoke("bench", "kernel", "--from", recorded).returncode == 0
+
+
+def test_a_picture_of_it(invoke: Invoke, recorded: Path, tmp_path: Path):
+    pictures = [tmp_path / "a.svg", tmp_path / "b.svg"]
+    for picture in pictures:
+        assert invoke("bench", "kernel", "--from", recorded, "--plot", picture).returncode == 0
+    first, second = (picture.read_bytes() for picture in pictures)
+    assert first == second  # remaking it from the same run changes nothing
+    assert len(first) < 300_000
+    assert not re.search(rb"\d{4}-\d\d-\d\d", first)
+    drawing = ElementTree.fromstring(first)
+    words = ["".join(node.itertext()) for node in drawing.iter(f"{SVG}text")]
+    assert {"16 query heads", "128 query heads", "1 x 2k", "64 x 8100", "microseconds a layer"} <= set(words)
+    assert [words.count(name) for name in ("bf16 pool", "mla-diag triton", "roofline")] == [1, 1, 1]
+    assert "native fp8" not in words  # it did not run
+    lines = [re.findall(r"[\d.]+", node.get("d", "")) for node in drawing.iter(f"{SVG}path") if drawn(node, OURS)]
+    assert len(lines) == 2  # one a panel
+    floors = [re.findall(r"[\d.]+", node.get("d", "")) for node in drawing.iter(f"{SVG}path") if drawn(node, FLOOR)]
+    for line, floor in zip(lines, floors, strict=True):
+        # 1.5 times the roofline at each of the two shapes: on a logarithmic axis the same distance above it.
+        above = [float(floor[place]) - float(line[place]) for place in (1, 3)]
+        assert above[0] == pytest.approx(above[1])
+        assert above[0] > 0
+
+
+def drawn(node: ElementTree.Element, style: str) -> bool:
+    """Whether it is a line of a panel in this style."""
+    return style in node.get("style", "") and "clip-path" in node.attrib
+
+
+def test_a_picture_takes_matplotlib_and_says_so_before_anything_is_measured(
+    invoke: Invoke, recorded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    result = invoke("bench", "kernel", "--from", recorded, "--plot", tmp_path / "a.svg")
+    assert result.stderr == (
+        "mla-diag: --plot needs matplotlib, which is not installed; pip install 'mla-diag[plot]'\n"
+    )
+    assert (result.returncode, result.stdout) == (2, "")
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "words"),
+    [
+        (["--from", "missing.json"], 3, "missing.json: cannot be read: No such file or directory; check --from"),
+        (["--from", "other.json"], 3, "other.json: not what `mla-diag bench kernel --json` writes"),
+        (["--from", "kernel.json", "--heads", "32"], 2, "kernel.json: nothing of these heads and shapes was recorded"),
+        (["--from", "kernel.json", "--json", "again.json"], 2, "--from shows an earlier run"),
+        (["--from", "kernel.json", "--plot", "missing/a.svg"], 2, "there is no directory missing"),
+    ],
+)
+def test_what_is_wrong_is_one_line(
+    invoke: Invoke, recorded: Path, monkeypatch: pytest.MonkeyPatch, options: list[str], code: int, words: str
+):
+    monkeypatch.chdir(recorded.parent)
+    Path("other.json").write_text('{"rows": []}')
+    result = invoke("bench", "kernel", *options)
+    (line,) = result.stderr.splitlines()
+    assert result.returncode == code
+    assert words in line
+
+
+def test_a_run_in_which_nothing_ran_has_no_picture(invoke: Invoke, recorded: Path, tmp_path: Path):
+    record = read_record(recorded)
+    rows = [row for row in record.rows if row.us is None]
+    recorded.write_text(render_json(Record(record.device, record.ceilings, rows)))
+    result = invoke("bench", "kernel", "--from", recorded, "--plot", tmp_path / "a.svg")
+    assert result.stderr == "mla-diag: --plot: no alternative ran, so there is nothing to draw\n"
+    assert not (tmp_path / "a.svg").exists()
