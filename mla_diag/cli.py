@@ -51,8 +51,10 @@ def _root(
 @app.command()
 def explain(
     paths: Annotated[
-        list[Path],
-        typer.Argument(metavar="PATH...", help="Traces (.json, .json.gz), directories of them, or glob patterns."),
+        list[str],
+        typer.Argument(
+            metavar="PATH...", help="Traces (.json, .json.gz), directories of them, glob patterns; or URLs: sftp://."
+        ),
     ],
     output_format: Annotated[str, typer.Option("--format", help="terminal or json.")] = "terminal",
     output: Annotated[Path | None, typer.Option("-o", "--output", help="Write the report to this file.")] = None,
@@ -65,9 +67,10 @@ def explain(
         Path | None, typer.Option(help="What GET /server_info of the traced server answered: its pool and backends.")
     ] = None,
     mapping: Annotated[
-        Path | None,
+        str | None,
         typer.Option(
-            help="A trace of the same server without CUDA graphs, or of their capture: names what they replay."
+            metavar="PATH",
+            help="A trace of the same server without CUDA graphs, or of their capture: names what they replay.",
         ),
     ] = None,
     fail_on: Annotated[
@@ -131,7 +134,9 @@ def profile(
     model_config: Annotated[
         Path | None, typer.Option(help="The model's config.json, or the directory that has it.")
     ] = None,
-    mapping: Annotated[Path | None, typer.Option(help="A trace that names what CUDA graphs replay.")] = None,
+    mapping: Annotated[
+        str | None, typer.Option(metavar="PATH", help="A trace that names what CUDA graphs replay.")
+    ] = None,
     top: Annotated[int, typer.Option(min=1, help="Ops to print a stage.")] = 10,
     fail_on: Annotated[
         list[str] | None, typer.Option(metavar="KIND[:LIMIT]", help="Exit with 1 on such a finding.")
@@ -212,8 +217,8 @@ def doctor(
 
 @app.command()
 def compare(
-    before: Annotated[Path, typer.Argument(help="A trace, a directory of them, or a JSON report of explain.")],
-    after: Annotated[Path, typer.Argument(help="The same after a change.")],
+    before: Annotated[str, typer.Argument(help="A trace, a directory of them, or a JSON report of explain.")],
+    after: Annotated[str, typer.Argument(help="The same after a change.")],
     output_format: Annotated[str, typer.Option("--format", help="terminal or json.")] = "terminal",
     output: Annotated[Path | None, typer.Option("-o", "--output", help="Write the comparison to this file.")] = None,
     top: Annotated[int, typer.Option(min=1, help="Ops to print a stage; JSON has all of them.")] = 10,

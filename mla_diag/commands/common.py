@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum
 from pathlib import Path
@@ -15,6 +15,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from mla_diag.diagnose.explain import Progress as Report
 from mla_diag.diagnose.step_spans import Stage
 from mla_diag.errors import UsageError
+from mla_diag.trace.remote import TraceFile
 
 Choice = TypeVar("Choice", bound=Enum)
 
@@ -79,18 +80,22 @@ def destination(output: Path | None) -> Iterator[Console]:
 
 
 @contextmanager
-def reading_progress(files: list[Path]) -> Iterator[Report | None]:
+def reading_progress(files: Sequence[TraceFile]) -> Iterator[Report | None]:
     """A bar on the terminal's error stream while large traces are read, and gone before the report."""
     console = Console(stderr=True)
-    size = sum(file.stat().st_size for file in files if file.is_file())
+    # What is on another host is fetched first, and its size is not known before.
+    local = [file for file in files if isinstance(file, Path)]
+    size = sum(file.stat().st_size for file in local if file.is_file())
     if not console.is_terminal or size < _BAR_FROM_BYTES:
         yield None
         return
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True) as bar:
-        tasks = {file: bar.add_task(file.name[-40:], start=False, visible=False, total=None) for file in files}
+        tasks = {file: bar.add_task(file.name[-40:], start=False, visible=False, total=None) for file in local}
 
-        def report(file: Path, done: int, total: int) -> None:
+        def report(file: TraceFile, done: int, total: int) -> None:
+            if not isinstance(file, Path):
+                return
             task = tasks[file]
             if done < total:
                 bar.start_task(task)

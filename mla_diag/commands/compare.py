@@ -15,14 +15,15 @@ from mla_diag.diagnose.step_spans import Stage
 from mla_diag.errors import SlowerError, UnreadableInputError, UsageError
 from mla_diag.report.comparison import print_comparison
 from mla_diag.report.json import render_json
+from mla_diag.trace.remote import trace_file
 
 # Where a report begins; a trace has schemaVersion instead.
 _REPORT = re.compile(rb'\s*\{\s*"schema_version"\s*:\s*(\d+)')
 
 
 def run(
-    before: Path,
-    after: Path,
+    before: str | Path,
+    after: str | Path,
     *,
     output_format: Format = Format.TERMINAL,
     output: Path | None = None,
@@ -55,9 +56,10 @@ def run(
         )
 
 
-def _diagnosis(path: Path) -> Diagnosis:
+def _diagnosis(given: str | Path) -> Diagnosis:
     """A report that `explain --format json` wrote, or what it would say of traces."""
-    if path.is_file():
+    path = trace_file(given)
+    if isinstance(path, Path) and path.is_file():
         with path.open("rb") as file:
             head = _REPORT.match(file.read(256))
         if head is not None:

@@ -18,7 +18,7 @@ from mla_diag.report.terminal import print_report
 
 
 def run(
-    paths: list[Path],
+    paths: Sequence[str | Path],
     *,
     output_format: Format = Format.TERMINAL,
     output: Path | None = None,
@@ -28,7 +28,7 @@ def run(
     warmup: int = 0,
     sources: bool = True,
     server_info: Path | None = None,
-    mapping: Path | None = None,
+    mapping: str | None = None,
     fail_on: Sequence[str] = (),
     ignore: Sequence[str] = (),
 ) -> None:

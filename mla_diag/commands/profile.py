@@ -38,6 +38,7 @@ from mla_diag.server.load import Load, LoadPlan, plan_load
 from mla_diag.server.model_config import ModelConfig
 from mla_diag.server.releases import START_STEP, STEP_SPANS, is_older
 from mla_diag.server.trace_files import TraceDirectory, locate, rank_notes
+from mla_diag.trace.remote import without_password
 
 _STAGES = {Stage.PREFILL, Stage.DECODE}
 _CONTEXT = 2000  # where the traffic is other people's, and the floor asks for one
@@ -60,7 +61,7 @@ class Options:
         out: The directory to leave everything in; None for a new one here.
         trace_root: Where the server's files are seen from here (see `locate`).
         model_config: The model's config.json, for the floor.
-        mapping: A trace that names what CUDA graphs replay.
+        mapping: A trace that names what CUDA graphs replay, or its URL.
         top: Ops to print a stage.
         fail_on: Findings to exit with 1 on, as `explain --fail-on` takes them.
     """
@@ -77,7 +78,7 @@ class Options:
     out: Path | None = None
     trace_root: str | None = None
     model_config: Path | None = None
-    mapping: Path | None = None
+    mapping: str | None = None
     top: int = 10
     fail_on: Sequence[str] = ()
 
@@ -273,7 +274,9 @@ def _fetch(directory: TraceDirectory, out: Path) -> list[Path]:
 def _out_of_reach(directory: TraceDirectory, out: Path, url: str) -> str:
     lines = [f"{url}: recorded, but its traces cannot be read from here: they are in {directory.on_server} on its host"]
     if directory.here is not None:
-        lines[0] = f"{url}: no trace came to {directory.here}; a server in a container has a disk of its own"
+        lines[0] = (
+            f"{url}: no trace came to {without_password(directory.here)}; a server in a container has a disk of its own"
+        )
     lines.append(
         f"explain them there: mla-diag explain {directory.on_server} --server-info server_info.json, with "
         f"{out / 'server_info.json'} copied there; or name a place that both see with --trace-root"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import glob
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from mla_diag.diagnose.diagnosis import Diagnosis, Finding, StageReport, TraceReport
@@ -17,15 +17,16 @@ from mla_diag.errors import UnreadableInputError, UsageError
 from mla_diag.trace.decode import read_trace
 from mla_diag.trace.model import Trace
 from mla_diag.trace.rank import Coordinates, parse_rank
+from mla_diag.trace.remote import RemoteFile, TraceFile, trace_file, traces_at
 
-Progress = Callable[[Path, int, int], None]
+Progress = Callable[[TraceFile, int, int], None]
 """Called with a file, the bytes of it read so far, and its size."""
 
 _TRACE_SUFFIXES = (".json", ".json.gz")
 
 
 def explain(
-    paths: str | Path | Iterable[str | Path],
+    paths: str | Path | Iterable[str | TraceFile],
     *,
     stage: Stage | str | None = None,
     rank: int | str | None = None,
@@ -39,7 +40,7 @@ def explain(
     """Say where the steps in some traces spend their time.
 
     Args:
-        paths: Trace files, directories of them, or glob patterns.
+        paths: Trace files, directories of them, or glob patterns; local, or URLs that fsspec knows.
         stage: Report this stage only.
         rank: Report this rank only: its number, or coordinates such as `TP1-DP0` or `DP1`.
         warmup: Steps to leave out at the head of each stage.
@@ -59,7 +60,7 @@ def explain(
     if rank is not None and of_rank is None:
         raise UsageError(f"--rank {rank}: no rank; write a number, or TP1-DP0, or DP1")
     ignored = check_ignored(ignore, KINDS)
-    reference = None if mapping is None else read_reference(read_trace(Path(mapping)).by_rank()[0])
+    reference = None if mapping is None else read_reference(read_trace(trace_file(mapping)).by_rank()[0])
     known = Known(warmup, server, reference)
     traces: list[TraceReport] = []
     stages: list[StageReport] = []
@@ -105,27 +106,34 @@ def _is_of(trace: Trace, rank: int | Coordinates) -> bool:
     return trace.coordinates is not None and trace.coordinates.within(rank)
 
 
-def find_traces(paths: Iterable[str | Path]) -> list[Path]:
-    """The trace files that some files, directories and glob patterns stand for, each once, in order.
+def find_traces(paths: Iterable[str | TraceFile]) -> list[TraceFile]:
+    """The trace files that some files, directories, glob patterns and URLs of such stand for, each once, in order.
 
     Raises:
+        UnreadableInputError: A URL of a directory or pattern cannot be reached.
         UsageError: A pattern or a directory holds none.
     """
-    found: dict[Path, None] = {}
+    found: dict[TraceFile, None] = {}
     for given in paths:
-        path = Path(given)
-        if path.is_dir():
-            inside = sorted(file for file in path.iterdir() if file.name.endswith(_TRACE_SUFFIXES))
-            inside = [file for file in inside if not file.name.endswith("server_info.json")]
+        path = trace_file(given)
+        inside: Sequence[TraceFile]
+        if isinstance(path, RemoteFile):
+            inside = traces_at(path.url, _is_trace)
+        elif path.is_dir():
+            inside = sorted(file for file in path.iterdir() if _is_trace(file.name))
         elif not path.exists() and glob.has_magic(str(given)):
             inside = sorted(map(Path, glob.glob(str(given), recursive=True)))  # noqa: PTH207 - any pattern, not of one root
         else:
             inside = [path]
         if not inside:
-            raise UsageError(f"{given}: no trace (.json or .json.gz) there; name a trace or the directory it is in")
+            raise UsageError(f"{path}: no trace (.json or .json.gz) there; name a trace or the directory it is in")
         found.update(dict.fromkeys(inside))
     return list(found)
 
 
-def _for_file(progress: Progress, path: Path) -> Callable[[int, int], None]:
+def _is_trace(name: str) -> bool:
+    return name.endswith(_TRACE_SUFFIXES) and not name.endswith("server_info.json")
+
+
+def _for_file(progress: Progress, path: TraceFile) -> Callable[[int, int], None]:
     return lambda done, size: progress(path, done, size)

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -23,6 +22,7 @@ from mla_diag.errors import UnreadableInputError
 from mla_diag.trace.columns import MISSING, Ids, Ints, rows_by
 from mla_diag.trace.link import Links, Source, enclosing, innermost_sources, link
 from mla_diag.trace.model import Trace
+from mla_diag.trace.remote import TraceFile
 
 
 class MappedOp(NamedTuple):
@@ -59,7 +59,7 @@ class Reference:
         capture: The launches of a capture, which have no kernel's name; empty where the trace is none.
     """
 
-    path: Path
+    path: TraceFile
     steps: dict[Stage, list[_Launched]]
     capture: list[_Launched]
 

@@ -85,6 +85,7 @@ class Capture:
         self._started = False
         self._done = False
         self._complete: set[tuple[str, int]] = set()
+        self._seen: set[tuple[str, int]] = set()
         self._lock = _Lock(client.url)
         self.seconds = 0.0
         self.left_running: str | None = None
@@ -215,8 +216,13 @@ class Capture:
         if any((rank.place, stage) not in found for rank in expected_ranks(self._server) for stage in stages):
             return False
         for entry in sizes.items():
-            if entry not in self._complete and self._directory.is_complete(entry[0]):
+            if entry in self._complete:
+                continue
+            whole = self._directory.is_complete(entry[0])
+            # On another host's disk it is taken for whole once it has stopped growing.
+            if whole or (whole is None and entry[1] and entry in self._seen):
                 self._complete.add(entry)
+        self._seen = set(sizes.items())
         return self._complete.issuperset(sizes.items())
 
     def _halt(self) -> None:

@@ -12,11 +12,11 @@ import shutil
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from mla_diag.diagnose.server_info import ServerInfo
 from mla_diag.errors import UnreadableInputError, UsageError
 from mla_diag.trace.rank import Coordinates, coordinates_in
+from mla_diag.trace.remote import RemoteError, RemoteFile, check_directory, is_url, listed
 from mla_diag.trace.source import TraceBytes
 
 # Where SGLang writes if nobody says: there every server can, and a server that cannot write its trace dies.
@@ -106,10 +106,10 @@ class TraceDirectory:
     @property
     def is_url(self) -> bool:
         """Whether it is reached through fsspec."""
-        return self.here is not None and "://" in self.here
+        return is_url(self.here)
 
     def prepare(self, stacks: bool) -> None:
-        """Make the directory, if it is on a disk here, and see that there is room in it.
+        """Make the directory and see that there is room in it, if it is on a disk here; else see that it is reached.
 
         A server that cannot write its trace, for want of room or of permission, dies of it (measured on 0.5.17).
 
@@ -119,7 +119,13 @@ class TraceDirectory:
         Raises:
             UsageError: There is no such place or not enough room.
         """
-        if self.here is None or self.is_url:
+        if self.here is None:
+            return
+        if self.is_url:
+            try:
+                check_directory(self.here.rpartition("/")[0])
+            except RemoteError as error:
+                raise UsageError(f"--trace-root {error}") from error
             return
         path = Path(self.here)
         if not path.parent.is_dir():
@@ -145,13 +151,10 @@ class TraceDirectory:
         if self.here is None:
             return {}
         if self.is_url:
-            system, path = self._remote()
             try:
-                entries = {Path(entry["name"]).name: int(entry["size"] or 0) for entry in system.ls(path, detail=True)}
-            except FileNotFoundError:
-                entries = {}
-            except Exception as error:  # every file system of fsspec has errors of its own
-                raise UsageError(f"{self.here}: cannot be listed ({_words(error)}); check --trace-root") from error
+                entries = {RemoteFile(url).name: size for url, size in listed(str(self.here))}
+            except RemoteError as error:
+                raise UsageError(f"--trace-root {error}") from error
         else:
             folder = Path(self.here)
             entries = {file.name: file.stat().st_size for file in folder.iterdir()} if folder.is_dir() else {}
@@ -166,10 +169,12 @@ class TraceDirectory:
         target = folder / name
         try:
             if self.is_url:
-                system, path = self._remote()
-                system.get(f"{path}/{name}", str(target))
+                RemoteFile(f"{self.here}/{name}").fetch(target)
             else:
                 shutil.copyfile(Path(str(self.here), name), target)
+        except RemoteError as error:
+            target.unlink(missing_ok=True)
+            raise UsageError(f"--trace-root {error}") from error
         except OSError as error:
             target.unlink(missing_ok=True)
             raise UsageError(
@@ -177,10 +182,10 @@ class TraceDirectory:
             ) from error
         return target
 
-    def is_complete(self, name: str) -> bool:
-        """Whether a trace has been written to its end: a local one's gzip stream has it."""
+    def is_complete(self, name: str) -> bool | None:
+        """Whether a trace has been written to its end: a local one's gzip stream has it. None where only time tells."""
         if self.here is None or self.is_url:
-            return True
+            return None
         trace = TraceBytes(Path(self.here, name))
         try:
             for _ in trace:
@@ -198,15 +203,6 @@ class TraceDirectory:
             for name in self.sizes():
                 (folder / name).unlink()
             folder.rmdir()
-
-    def _remote(self) -> tuple[Any, str]:
-        from fsspec.core import url_to_fs  # noqa: PLC0415 - only for traces on another host
-
-        try:
-            system, path = url_to_fs(self.here)
-        except Exception as error:  # the protocol's package may be missing, or its host
-            raise UsageError(f"{self.here}: cannot be reached ({_words(error)}); check --trace-root") from error
-        return system, str(path)
 
 
 def locate(trace_root: str | None, *, local: bool, name: str) -> TraceDirectory:
@@ -231,7 +227,3 @@ def locate(trace_root: str | None, *, local: bool, name: str) -> TraceDirectory:
     if not on_server.startswith("/"):
         raise UsageError(f"--trace-root {trace_root}: the server needs an absolute path; write /PATH or /PATH=URL")
     return TraceDirectory(f"{on_server.rstrip('/')}/{name}", f"{here.rstrip('/')}/{name}")
-
-
-def _words(error: Exception) -> str:
-    return " ".join(str(error).split()) or type(error).__name__

@@ -6,7 +6,6 @@ import json
 import operator
 from collections.abc import Iterator
 from functools import reduce
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -14,6 +13,7 @@ import msgspec
 from mla_diag.errors import UnreadableInputError
 from mla_diag.trace import records
 from mla_diag.trace.model import Damage, Trace
+from mla_diag.trace.remote import TraceFile
 from mla_diag.trace.repair import lenient_object, split_events
 from mla_diag.trace.source import Progress, TraceBytes
 from mla_diag.trace.split import Chunk, EventChunks
@@ -27,7 +27,7 @@ _NOTHING = records.Uncategorised()
 _uncategorised = msgspec.json.Decoder(records.Uncategorised)
 
 
-def read_trace(path: Path, *, frames: bool = True, progress: Progress | None = None) -> Trace:
+def read_trace(path: TraceFile, *, frames: bool = True, progress: Progress | None = None) -> Trace:
     """Read one trace file.
 
     Args:

@@ -6,7 +6,6 @@ import dataclasses
 import re
 from dataclasses import dataclass
 from enum import IntEnum
-from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
@@ -14,6 +13,7 @@ from numpy.typing import NDArray
 
 from mla_diag.trace.columns import Ids, Ints
 from mla_diag.trace.rank import Coordinates, coordinates_in, global_rank_in
+from mla_diag.trace.remote import TraceFile
 
 # Slices of a request's row of the page table tell how long its context is; other ops' scalars are many and of no use.
 SCALARS_OF = frozenset({"aten::slice"})
@@ -140,7 +140,7 @@ class Trace:
         label: The rank's label in a merged trace, such as `TP00-DP01`, else None.
     """
 
-    path: Path
+    path: TraceFile
     metadata: dict[str, Any]
     names: list[str]
     values: list[bytes]

@@ -7,13 +7,13 @@ import queue
 import threading
 import zlib
 from collections.abc import Callable, Iterable, Iterator
-from pathlib import Path
 from typing import Any, BinaryIO
 
 from isal import isal_zlib
 from isal.igzip_lib import IsalError
 
 from mla_diag.errors import UnreadableInputError
+from mla_diag.trace.remote import TraceFile
 
 GZIP_MAGIC = b"\x1f\x8b"
 # Compressed traces shrink 12 to 30 times: a read of this size gives a few MiB of text.
@@ -38,7 +38,7 @@ class TraceBytes:
         damage: After iteration, why the bytes stop early, or None if the file was read to its end.
     """
 
-    def __init__(self, path: Path, progress: Progress | None = None) -> None:
+    def __init__(self, path: TraceFile, progress: Progress | None = None) -> None:
         self.path = path
         self.damage: str | None = None
         self._progress = progress

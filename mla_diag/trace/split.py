@@ -10,10 +10,10 @@ import json
 import re
 from collections import deque
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from mla_diag.errors import UnreadableInputError
+from mla_diag.trace.remote import TraceFile
 from mla_diag.trace.repair import border, lenient_object
 
 CHUNK_BYTES = 4 * 1024 * 1024
@@ -52,7 +52,7 @@ class EventChunks:
         cut_at: After iteration, the byte of the JSON text where it stops before its end, or None.
     """
 
-    def __init__(self, path: Path, blocks: Iterable[bytes]) -> None:
+    def __init__(self, path: TraceFile, blocks: Iterable[bytes]) -> None:
         self.metadata: dict[str, Any] = {}
         self.cut_at: int | None = None
         self._path = path

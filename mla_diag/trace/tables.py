@@ -6,7 +6,6 @@ import operator
 from collections import defaultdict
 from collections.abc import Callable
 from itertools import compress
-from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
@@ -26,6 +25,7 @@ from mla_diag.trace.model import (
     Table,
     Trace,
 )
+from mla_diag.trace.remote import TraceFile
 
 TableT = TypeVar("TableT", bound=Table)
 Columns = dict[str, Any]
@@ -71,7 +71,7 @@ class TableBuilder:
             if found:
                 self._parts[table].append(self._timed(kind, found, columns))
 
-    def trace(self, path: Path, metadata: dict[str, Any], event_count: int, damage: Damage) -> Trace:
+    def trace(self, path: TraceFile, metadata: dict[str, Any], event_count: int, damage: Damage) -> Trace:
         """All that was added, as a trace."""
         return Trace(
             path=path,

@@ -16,6 +16,7 @@ from mla_diag.server import capture
 from tests.commands.invoke import Invoke
 from tests.server.models import GLM78
 from tests.server.stand_in import INFO, StandIn
+from tests.sftp_server import user_of_sftp
 
 KEY = "sk-0123456789abcdef"
 # Profiled by stage: a file a stage, as the recordings are.
@@ -171,6 +172,51 @@ def test_traces_out_of_reach_come_with_the_command_to_run_there(run: Invoke, tmp
     assert "a container has a disk of its own" in first
     assert f"mla-diag explain {tmp_path}/container/mla-diag-" in second
     assert str(out / "server_info.json") in second
+
+
+def test_traces_of_a_server_on_another_host_come_over_sftp(
+    run: Invoke, tmp_path: Path, traces: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+):
+    root, out = tmp_path / "there", tmp_path / "out"
+    (root / "traces").mkdir(parents=True)
+    with (
+        StandIn(info=dict(BY_STAGE), traces=traces) as server,
+        user_of_sftp(root, tmp_path / "home", monkeypatch) as sftp,
+    ):
+        where = f"{root}/traces={sftp.url('/traces')}"
+        result = run("profile", "--url", server.url, "--trace-root", where, "--out", out)
+        (request,) = server.asked("start_profile")
+    assert (result.returncode, result.stderr) == (0, "")
+    assert request["output_dir"].startswith(f"{root}/traces/mla-diag-")
+    assert len(files(out / "traces")) == 2
+    assert {stage["stage"] for stage in json.loads((out / "report.json").read_text())["stages"]} == {
+        "decode",
+        "prefill",
+    }
+    assert [file.read_bytes() for file in sorted((out / "traces").iterdir())] == [
+        traces[name].read_bytes() for name in ("TP-0-DECODE", "TP-0-EXTEND")
+    ]
+
+
+@pytest.mark.parametrize(
+    ("path", "key", "words"),
+    [
+        ("/elsewhere", True, "there is no such directory; check the path"),
+        ("/traces", False, "cannot be reached (No authentication methods available); check the user in the URL"),
+    ],
+)
+def test_another_host_is_tried_before_the_server_is_profiled(
+    run: Invoke, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str, key: bool, words: str
+):
+    (tmp_path / "there/traces").mkdir(parents=True)
+    with StandIn() as server, user_of_sftp(tmp_path / "there", tmp_path / "home", monkeypatch) as sftp:
+        if not key:
+            (tmp_path / "home/.ssh/id_ed25519").unlink()
+        result = run("profile", "--url", server.url, "--trace-root", sftp.url(path), "--out", tmp_path / "out")
+        assert server.asked("start_profile") == []
+    (line,) = result.stderr.splitlines()
+    assert (result.returncode, line.startswith(f"mla-diag: --trace-root {sftp.url(path)}: ")) == (2, True)
+    assert words in line
 
 
 @pytest.mark.parametrize(

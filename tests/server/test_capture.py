@@ -204,6 +204,35 @@ def test_other_peoples_traffic_is_bounded_in_forward_passes(tmp_path: Path, trac
     assert len(names(tmp_path / "x")) == 1
 
 
+def test_a_file_on_another_host_is_whole_once_it_has_stopped_growing(tmp_path: Path, traces: dict[str, Path]):
+    content = traces["TP-0"].read_bytes()
+    folder = tmp_path / "x"
+
+    def export() -> None:
+        folder.mkdir()
+        with (folder / "1-TP-0.trace.json.gz").open("wb") as file:
+            for part in range(10):
+                file.write(content[part * len(content) // 10 : (part + 1) * len(content) // 10])
+                file.flush()
+                time.sleep(0.2)
+
+    with StandIn() as server:
+        capture = Capture(
+            Client(server.url, timeouts=QUICK),
+            parse_server_info(server.info),
+            TraceDirectory(str(folder), folder.as_uri()),
+            replace(TRAFFIC, traffic_timeout=30),
+            [].append,
+        )
+        exporter = threading.Thread(target=export)
+        exporter.start()
+        carry_out(server, capture, TRAFFIC)
+        size = (folder / "1-TP-0.trace.json.gz").stat().st_size
+        exporter.join()
+    assert size == len(content)
+    assert server.asked("stop_profile") == []  # it ended by itself
+
+
 def test_no_traffic_is_one_line_and_leaves_nothing_armed(tmp_path: Path):
     with StandIn() as server:
         with pytest.raises(ServerError, match="no forward pass in 1 s"):

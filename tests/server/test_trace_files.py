@@ -147,7 +147,7 @@ def test_traces_are_copied_from_a_path_and_from_a_url(tmp_path: Path, url: bool)
 
 
 def test_a_url_that_cannot_be_read_is_one_line():
-    with pytest.raises(UsageError, match=r"nosuch://host/x: cannot be reached .*--trace-root"):
+    with pytest.raises(UsageError, match=r"^--trace-root nosuch://host/x: cannot be reached .*scheme"):
         TraceDirectory("/x", "nosuch://host/x").sizes()
     assert TraceDirectory("/x", "file:///nonexistent/x").sizes() == {}
 
