@@ -1,6 +1,6 @@
 // What mla_fp8_sm90.cu works on: its parameters, and which part of the work is whose.
 #pragma once
-#include "sm90_ptx.cuh"
+#include "mla_fp8_sm90_ptx.cuh"
 
 constexpr int LATENT = 512, ROPE = 64, WIDTH = LATENT + ROPE;
 constexpr int TOKENS = 64;  // of one KV tile: the 64 rows of one wgmma

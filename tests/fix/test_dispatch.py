@@ -6,7 +6,6 @@ attention in float32 with the interfaces and the dtype checks of FlashInfer and 
 
 from __future__ import annotations
 
-import ast
 import importlib
 import logging
 import os
@@ -30,10 +29,6 @@ E4M3, BF16 = torch.float8_e4m3fn, torch.bfloat16
 LAYER = SimpleNamespace(layer_id=0, head_dim=576, v_head_dim=512, tp_q_head_num=HEADS, scaling=SCALE)
 
 
-def _kernel_is_here() -> bool:
-    return (Path(__file__).parents[2] / "mla_diag" / "kernels" / "mla_fp8.py").exists()
-
-
 class Sglang:
     """The modules of the small SGLang that is first on the path."""
 
@@ -45,8 +40,7 @@ class Sglang:
 def installations(tmp_path_factory: pytest.TempPathFactory) -> dict[str | None, Path]:
     """SGLang as it ships (None) and patched with each strategy."""
     directories = {}
-    strategies = [None, "auto", "native", "gather", *(["kernel"] if _kernel_is_here() else [])]
-    for strategy in strategies:
+    for strategy in (None, "auto", "native", "gather", "kernel"):
         directory = directories[strategy] = tmp_path_factory.mktemp(strategy or "shipped")
         root = install(directory)
         if strategy is not None:
@@ -127,7 +121,7 @@ BATCHES = {
 def test_gather_equals_the_cast_bit_for_bit(sglang: Any, wrapper: str, batch: SimpleNamespace) -> None:
     pool = pool_of()
     shipped = run_csr(sglang(None), "Wrapper", pool, batch)
-    gathered = run_csr(sglang("auto" if not _kernel_is_here() else "gather"), wrapper, pool, batch)
+    gathered = run_csr(sglang("gather"), wrapper, pool, batch)
     for one, other in zip(shipped, gathered, strict=True):
         assert torch.equal(one, other)
 
@@ -365,9 +359,7 @@ def test_parts_of_different_rows_are_not_joined(sglang: Any) -> None:
         dispatch._joined(pool[..., :512], pool.clone()[..., 512:])
 
 
-interpreted = pytest.mark.skipif(
-    not _kernel_is_here() or os.environ.get("TRITON_INTERPRET") != "1", reason="needs mla_fp8.py and TRITON_INTERPRET=1"
-)
+interpreted = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="needs TRITON_INTERPRET=1")
 
 
 @interpreted
@@ -424,9 +416,16 @@ def test_layers_of_a_step_share_a_schedule_and_the_next_step_does_not(sglang: An
     assert made[1] is not made[2]
 
 
-def test_dispatch_keeps_to_python_3_9() -> None:
-    # SGLang before 0.5.1 may run on it, and the file is copied there.
-    path = Path(__file__).parents[2] / "mla_diag" / "fix" / "dispatch.py"
-    tree = ast.parse(path.read_text(), feature_version=(3, 9))
-    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
-    assert not [node for node in calls if any(keyword.arg == "strict" for keyword in node.keywords)]
+@interpreted
+def test_a_hopper_card_that_cannot_have_its_kernel_is_named_once(
+    sglang: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dispatch = sglang("kernel").mla_fp8_dispatch
+    # This machine is told to have a Hopper card, and then nothing on it can be loaded.
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    with caplog.at_level(logging.WARNING):
+        for _ in range(3):
+            assert dispatch._kernel_refusal(torch.device("cuda:0"), E4M3, BF16, (512, 64)) is None
+    (warning,) = [record.getMessage() for record in caplog.records]
+    assert warning.endswith("the Triton kernel in place of Hopper's own, which is faster: no CUDA device")

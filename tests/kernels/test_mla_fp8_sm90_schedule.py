@@ -45,8 +45,8 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("schedule")
     header = folder / "schedule.h"
     text = HEADER.read_text()
-    assert '#include "sm90_ptx.cuh"' in text
-    header.write_text(text.replace('#include "sm90_ptx.cuh"', ""))
+    assert '#include "mla_fp8_sm90_ptx.cuh"' in text
+    header.write_text(text.replace('#include "mla_fp8_sm90_ptx.cuh"', ""))
     command = [
         str(COMPILER),
         "-std=c++17",
