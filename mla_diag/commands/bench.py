@@ -6,17 +6,14 @@ import re
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import msgspec
 from rich.console import Console
 from rich.text import Text
 
+from mla_diag.bench.rows import Ceilings, Row, Shape
 from mla_diag.commands.common import check_output
 from mla_diag.errors import UsageError
-
-if TYPE_CHECKING:
-    from mla_diag.bench.kernel import Row, Shape
 
 _ROW = "{:>5} {:>5} {:>7}  {:<15} {:>9} {:>9} {:>9}"
 
@@ -45,12 +42,8 @@ def run_kernel(heads: Sequence[int], shapes: Sequence[str], output: Path | None,
         raise UsageError("bench kernel needs a GPU, and torch sees none here; run it where the server runs")
     ceilings = kernel.measure_ceilings()
     console = Console(highlight=False)
-    console.print(
-        f"{torch.cuda.get_device_name()}: copies at {ceilings.bandwidth / 1e12:.2f} TB/s, "
-        f"BF16 products at {ceilings.matmul / 1e12:.0f} TFLOP/s; a decode step of one layer:\n"
-    )
-    console.print(Text(_ROW.format("heads", "batch", "context", "", "us", "roofline", "error"), "dim"))
-    wanted = [kernel.Shape(count, *case) for count in heads or kernel.HEADS for case in cases or kernel.CASES]
+    print_head(torch.cuda.get_device_name(), ceilings, console)
+    wanted = [Shape(count, *case) for count in heads or kernel.HEADS for case in cases or kernel.CASES]
     rows = []
     for row in kernel.bench_kernels(wanted, ceilings, rep_ms=milliseconds):
         rows.append(row)
@@ -72,9 +65,19 @@ def parse_shape(text: str) -> tuple[int, int]:
     return int(match[1]), int(match[2])
 
 
+def print_head(device: str, ceilings: Ceilings, console: Console) -> None:
+    """What stands above rows: the card and what it does at best, the names of the columns."""
+    console.print(
+        f"{device}: copies at {ceilings.bandwidth / 1e12:.2f} TB/s, "
+        f"BF16 products at {ceilings.matmul / 1e12:.0f} TFLOP/s; a decode step of one layer:\n",
+        soft_wrap=True,
+    )
+    console.print(Text(_ROW.format("heads", "batch", "context", "", "us", "roofline", "error"), "dim"))
+
+
 def format_row(row: Row) -> Text:
     """One measurement: the time, how many times the roofline that is, and the error; or why there is none."""
-    shape: Shape = row.shape
+    shape = row.shape
     if row.us is None or row.error is None:
         figures = ("-", "", "")
     else:

@@ -9,6 +9,7 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -103,6 +104,33 @@ def find_installation(directory: Path | None = None) -> Installation:
     return Installation(root=root, version=_version(root, "sglang"), flashinfer=_flashinfer(root, directory))
 
 
+def find_python(installation: Installation, directory: Path | None = None) -> tuple[Path, tuple[Path, ...]]:
+    """Find the Python that would import an installation, and with it its torch and FlashInfer.
+
+    Args:
+        installation: from `find_installation`.
+        directory: what that was given.
+
+    Returns:
+        Its executable, and what has to be on its PYTHONPATH: nothing, or the directory that SGLang is in where that is
+        no Python's own.
+    """
+    site = installation.root.parent
+    if site in {Path(entry).resolve() for entry in sys.path if entry}:
+        return Path(sys.executable), ()
+    home = re.fullmatch(r"(.+)/lib\d*/python(3\.\d+)/(?:site|dist)-packages", site.as_posix())
+    if home is not None:
+        own = shutil.which(f"python{home[2]}", path=f"{home[1]}/bin")
+        same = shutil.which(f"python{home[2]}")
+        if own or same:
+            return (Path(own), ()) if own else (Path(same or ""), (site,))
+    # A checkout: the environment that it is installed into, editable.
+    environments = _environments() if directory is None else [directory]
+    pythons = [environment / "bin" / "python" for environment in environments]
+    found = next((python for python in pythons if python.exists()), None)
+    return (found.absolute(), ()) if found is not None else (Path(sys.executable), (site,))
+
+
 def find_gpu() -> Gpu | None:
     """The GPU that nvidia-smi names first; None where there is no nvidia-smi or it fails."""
     tool = shutil.which("nvidia-smi")
@@ -131,9 +159,14 @@ def _active() -> Iterator[Path]:
     roots = [Path(location).resolve() for location in locations]
     roots = [root for root in roots if (root / "srt").is_dir()]
     if not roots:
-        environments = [os.environ.get(name) for name in ("VIRTUAL_ENV", "CONDA_PREFIX")]
-        roots = [root for each in environments if each and Path(each).is_dir() for root in _candidates(Path(each))]
+        roots = [root for environment in _environments() for root in _candidates(environment)]
     yield from dict.fromkeys(roots)
+
+
+def _environments() -> list[Path]:
+    """The active virtual environments."""
+    named = [os.environ.get(name) for name in ("VIRTUAL_ENV", "CONDA_PREFIX")]
+    return [Path(each) for each in named if each and Path(each).is_dir()]
 
 
 def _editable(directory: Path) -> Iterator[Path]:

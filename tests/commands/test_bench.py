@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mla_diag.bench.kernel import Row, Shape
+from mla_diag.bench.rows import Row, Shape
 from mla_diag.commands.bench import format_row, parse_shape
 from mla_diag.errors import UsageError
 from tests.commands.test_explain import run

@@ -231,6 +231,21 @@ def test_environment_turns_the_fix_off(sglang: Any, monkeypatch: pytest.MonkeyPa
     assert patched.mla_fp8_dispatch.kv_for_wrapper(pool, BF16, backend.forward_metadata.decode_wrapper).dtype == BF16
 
 
+@pytest.mark.parametrize(
+    ("order", "dtype", "rows"),
+    [(("native", "gather"), E4M3, ROWS), (("gather", "native"), BF16, 7), (("cast",), BF16, ROWS)],
+)
+def test_auto_takes_the_first_of_its_order_that_works(
+    sglang: Any, monkeypatch: pytest.MonkeyPatch, order: tuple[str, ...], dtype: torch.dtype, rows: int
+) -> None:
+    patched, pool = sglang("auto"), pool_of()
+    monkeypatch.setattr(patched.mla_fp8_dispatch, "ORDER", order)
+    backend = patched.flashinfer_mla_backend.FlashInferMLAAttnBackend(runner(pool), patched.reference.Fp8Wrapper)
+    backend.init_forward_metadata(csr_batch([7]))
+    kv = patched.mla_fp8_dispatch.kv_for_wrapper(pool, BF16, backend.forward_metadata.decode_wrapper)
+    assert (kv.dtype, len(kv)) == (dtype, rows)
+
+
 def graph_buffers(requests: int) -> dict[str, Any]:
     return {
         "use_cuda_graph": True,

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import shutil
 import stat
+import sys
 from pathlib import Path
 
 import pytest
 
 from mla_diag.errors import UsageError
 from mla_diag.fix import locate
-from mla_diag.fix.locate import find_gpu, find_installation
+from mla_diag.fix.locate import find_gpu, find_installation, find_python
 from tests.fix.conftest import CSR, PAGE_TABLE, install
 
 
@@ -146,3 +147,53 @@ def test_gpu_as_nvidia_smi_tells_it(
 def test_no_nvidia_smi_is_no_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     assert find_gpu() is None
+
+
+def executable(path: Path) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("#!/bin/sh\n")
+    path.chmod(0o755)
+    return path
+
+
+def test_the_python_of_a_venv_is_its_own(tmp_path: Path) -> None:
+    root = install(tmp_path / "venv" / "lib" / "python3.11" / "site-packages")
+    python = executable(tmp_path / "venv" / "bin" / "python3.11")
+    for named in (tmp_path / "venv", root):
+        assert find_python(find_installation(named), named) == (python, ())
+
+
+def test_the_python_of_a_mount_is_one_of_its_version_with_the_mounts_packages(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = install(tmp_path / "mount" / "usr" / "local" / "lib" / "python3.12" / "dist-packages")
+    python = executable(tmp_path / "bin" / "python3.12")
+    monkeypatch.setenv("PATH", str(python.parent))
+    assert find_python(find_installation(tmp_path / "mount"), tmp_path / "mount") == (python, (root.parent,))
+
+
+def test_the_python_of_a_directory_of_packages_is_this_one(tmp_path: Path) -> None:
+    installation = find_installation(install(tmp_path))
+    assert find_python(installation, tmp_path) == (Path(sys.executable), (tmp_path,))
+
+
+def test_the_python_of_packages_on_the_path_is_this_one_as_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    assert find_python(find_installation(install(tmp_path))) == (Path(sys.executable), ())
+
+
+def test_the_python_of_a_checkout_is_of_the_environment_it_is_installed_into(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkout = install(tmp_path / "checkout" / "python")
+    record = tmp_path / "venv/lib/python3.11/site-packages/sglang-0.5.17.dist-info/direct_url.json"
+    record.parent.mkdir(parents=True)
+    record.write_text(json.dumps({"url": f"file://{checkout.parent}", "dir_info": {"editable": True}}))
+    python = executable(tmp_path / "venv" / "bin" / "python")
+    installation = find_installation(tmp_path / "venv")
+    assert installation.root == checkout
+    assert find_python(installation, tmp_path / "venv") == (python, ())
+    monkeypatch.setenv("VIRTUAL_ENV", str(tmp_path / "venv"))
+    assert find_python(installation) == (python, ())

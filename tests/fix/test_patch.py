@@ -78,6 +78,18 @@ def test_copied_kernels_run_and_build_in_the_other_package(installation: Install
     assert result.returncode == 0, result.stderr
 
 
+def test_another_order_is_another_fix(installation: Installation) -> None:
+    before = contents(installation.root)
+    apply(installation, Strategy.AUTO)
+    assert b'\nORDER = ("kernel", "native", "gather")\n' in (installation.root / DISPATCH).read_bytes()
+    assert apply(installation, Strategy.AUTO, ("gather",)) is not None
+    assert b'\nORDER = ("gather",)\n' in (installation.root / DISPATCH).read_bytes()
+    assert apply(installation, Strategy.AUTO, ("gather",)) is None
+    assert verify(installation).holds
+    revert(installation)
+    assert contents(installation.root) == before
+
+
 def test_dry_run_touches_nothing(installation: Installation) -> None:
     before = contents(installation.root)
     patch = plan_patch(installation, Strategy.AUTO)
