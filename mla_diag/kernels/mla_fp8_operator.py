@@ -31,7 +31,7 @@ def prepare(device: torch.device) -> str | None:
         device: where attention will run.
 
     Returns:
-        Why a Hopper card has to do with the Triton kernel; None where it has not, and on other cards.
+        Why a Hopper card has to make do with the Triton kernel; None where it has not to, and on other cards.
     """
     if not _is_hopper(device):
         return None

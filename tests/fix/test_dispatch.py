@@ -444,3 +444,52 @@ def test_a_hopper_card_that_cannot_have_its_kernel_is_named_once(
             assert dispatch._kernel_refusal(torch.device("cuda:0"), E4M3, BF16, (512, 64)) is None
     (warning,) = [record.getMessage() for record in caplog.records]
     assert warning.endswith("the Triton kernel in place of Hopper's own, which is faster: no CUDA device")
+
+
+on_a_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+
+
+@pytest.mark.gpu
+@on_a_gpu
+def test_kernel_in_a_cuda_graph_replays_with_the_new_lengths(sglang: Any) -> None:
+    pool, captured, replayed = pool_of(), csr_batch([7, 12]), csr_batch([9, 30])
+    shipped, shipped_lse = run_csr(sglang(None), "Wrapper", pool, replayed)
+    patched, card = sglang("kernel"), torch.device("cuda:0")
+    dispatch, pool, q = patched.mla_fp8_dispatch, pool.to(card), replayed.q.to(card)
+    buffers = {"use_cuda_graph": True} | {
+        name: buffer.to(card) for name, buffer in graph_buffers(2).items() if name != "use_cuda_graph"
+    }
+    wrapper = patched.reference.Wrapper(**buffers)
+    wrapper.device = card
+    lengths = [captured.q_indptr, captured.kv_indptr, captured.kv_indices[:19], captured.kv_indptr.diff()]
+    dispatch.plan(wrapper, *lengths, HEADS, 512, 64, 1, False, SCALE, BF16, E4M3)
+
+    def step() -> tuple[torch.Tensor, torch.Tensor]:
+        kv = dispatch.kv_for_wrapper(pool, BF16, wrapper)
+        assert kv is pool
+        return dispatch.run(wrapper, q[..., :512], q[..., 512:], kv[..., :512], kv[..., 512:], return_lse=True)
+
+    step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out, lse = step()
+    # As SGLang replays: its fast plan sees host copies, the indices are written into the captured buffer.
+    dispatch.plan(wrapper, planner=lambda *_, **__: None, device_kv_indptr=replayed.kv_indptr.to(card))
+    wrapper._kv_indices_buf[:39] = replayed.kv_indices[:39].to(card)
+    graph.replay()
+    torch.testing.assert_close(out.cpu().float(), shipped.float(), atol=2e-2, rtol=2e-2)
+    torch.testing.assert_close(lse.cpu().float(), shipped_lse.float(), atol=2e-2, rtol=2e-2)
+
+
+@pytest.mark.gpu
+@on_a_gpu
+@pytest.mark.parametrize(("lengths", "page", "q_lengths"), PAGED.values(), ids=PAGED.keys())
+def test_kernel_by_page_table_on_a_gpu(sglang: Any, lengths: list[int], page: int, q_lengths: list[int] | None) -> None:
+    pool, batch = pool_of(rows=ROWS // page * page), page_batch(lengths, page, q_lengths)
+    shipped = run_paged(sglang(None), pool, batch, page)
+    patched, on_card = sglang("kernel"), page_batch(lengths, page, q_lengths)
+    on_card.q = batch.q.cuda()
+    vars(on_card.metadata).update({name: value.cuda() for name, value in vars(batch.metadata).items()})
+    read = run_paged(patched, pool.cuda(), on_card, page)
+    for one, other in zip(shipped, read, strict=True):
+        torch.testing.assert_close(one.float(), other.cpu().float(), atol=2e-2, rtol=2e-2)
