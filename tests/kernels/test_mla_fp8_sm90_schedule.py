@@ -118,6 +118,14 @@ def test_equal_lengths(program: Path, batch: int, length: int) -> None:
         assert len({piece.block for piece in made.pieces}) == len(made.pieces)
 
 
+def test_with_more_items_than_blocks_a_block_gets_whole_ones(program: Path) -> None:
+    """Cut evenly, 256 items of 64 tiles would give each of 132 blocks 125 tiles in three pieces; two whole are 128."""
+    requests = [(1, 4096)] * 256
+    made = plan(program, 132, 16, requests)
+    check(made, requests, 16)
+    assert {piece.slot for piece in made.pieces} == {-1}
+
+
 def test_one_long_request_among_many_is_shared(program: Path) -> None:
     requests = [(1, 100)] * 63 + [(1, 100_000)]
     made = plan(program, 132, 16, requests)
