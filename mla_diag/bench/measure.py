@@ -6,7 +6,6 @@ A row is a number of requests of one length, sent together as one streamed `/gen
 
 from __future__ import annotations
 
-import random
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -17,11 +16,9 @@ import msgspec
 from mla_diag.diagnose.server_info import ServerInfo
 from mla_diag.errors import RefusedError, ServerError, UsageError
 from mla_diag.server.client import Client
+from mla_diag.server.load import generate_request, random_tokens
 
 __all__ = ["ROWS", "LeftOut", "Measured", "Plan", "Row", "Spread", "measure_rows"]
-
-# In every vocabulary, and past the special tokens that come first in most.
-_TOKENS = range(10, 1000)
 
 Say = Callable[[str], None]
 """Called with what is being waited for, now and then."""
@@ -176,10 +173,7 @@ def _measure(client: Client, row: Row, plan: Plan, say: Say) -> Measured:
 
 
 def _run_wave(client: Client, row: Row, new_tokens: int) -> _Wave:
-    body = {
-        "input_ids": [random.choices(_TOKENS, k=row.context) for _ in range(row.batch)],
-        "sampling_params": {"max_new_tokens": new_tokens, "ignore_eos": True, "temperature": 0},
-    }
+    body = generate_request([random_tokens(row.context) for _ in range(row.batch)], new_tokens)
     requests: dict[int, _Request] = {}
     start = time.perf_counter()
     try:

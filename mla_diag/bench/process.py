@@ -30,6 +30,7 @@ _PAUSE = 0.5
 _TERM_SECONDS, _KILL_SECONDS = 30.0, 15.0
 # A server whose last word for so long is a traceback will not come: some live on without their scheduler.
 _SILENT_SECONDS = 30.0
+_LAST_WORDS = 4  # lines from a traceback's exception on
 _TRACEBACK = "Traceback (most recent call last)"
 _EXCEPTION = re.compile(r"[A-Za-z_][\w.]*(?:Error|Exception|Exit|Interrupt)(?:: .*)?$")
 _SHOWN = 200  # characters of a log's line that an error quotes
@@ -187,7 +188,7 @@ class ServerProcess:
                     f"{client.url}: no answer within {limit:.0f} s of the start (--ready-timeout waits longer): "
                     f"{self.last_word()}"
                 )
-            on_wait(f"the server starts, {waited:.0f} s")
+            on_wait(f"the server starts, {waited:.0f} s (log: {self.log})")
             time.sleep(_PAUSE)
 
     def last_word(self) -> str:
@@ -230,10 +231,14 @@ class ServerProcess:
             time.sleep(0.1)
 
     def _failed(self) -> bool:
-        """Whether a traceback is all that has come for a while."""
+        """Whether an exception is the last that came, a while ago."""
         if time.time() - self.log.stat().st_mtime < _SILENT_SECONDS:
             return False
-        return _TRACEBACK in "\n".join(self._lines()[-200:])
+        lines = [line for line in self._lines() if line.strip()]
+        start = next((number for number in reversed(range(len(lines))) if _TRACEBACK in lines[number]), None)
+        if start is None:
+            return False
+        return sum(not line.startswith((" ", "\t")) for line in lines[start + 1 :]) <= _LAST_WORDS
 
     def _lines(self) -> list[str]:
         with self.log.open("rb") as file:

@@ -76,7 +76,8 @@ class ServerBench(msgspec.Struct):
         url: The server's address.
         before: The server as it was, and the only one where no fix was applied.
         after: The same with the fix.
-        strategy: The fix's; None where none was applied.
+        fixed: The SGLang that a fix was applied to; None where none was.
+        strategy: The fix's.
         reverted: Whether the fix has been taken back.
         gains: The rows that both have.
         comparison: Of the two profiles, as `compare` writes it.
@@ -87,6 +88,7 @@ class ServerBench(msgspec.Struct):
     url: str
     before: ServerSide | None = None
     after: ServerSide | None = None
+    fixed: str | None = None
     strategy: str | None = None
     reverted: bool = False
     gains: list[Gain] = []

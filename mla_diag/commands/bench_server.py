@@ -168,6 +168,12 @@ def measure_served(command_line: str, options: Options, *, api_key: str | None =
         if before.harmless is not None:
             bench.notes.append(f"this server does not copy its pool ({before.harmless}): nothing was fixed")
             return
+        says, is_of = before.side.sglang, installation.version
+        if None not in (says, is_of) and says != is_of:
+            bench.notes.append(
+                f"the server says it is SGLang {says}, and {installation.root} is {is_of}: if it runs another, "
+                "name that with --sglang"
+            )
         with _applied(installation, options, bench):
             after = _visit(command, options, bench, out / "after", api_key)
         # Both servers have been measured: what else is to be compared of the two visits is compared here.
@@ -261,7 +267,7 @@ def _applied(installation: Installation, options: Options, bench: ServerBench) -
     """Fix SGLang, and afterwards take that back or say how to."""
     try:
         patch.apply(installation, options.strategy)
-        bench.strategy = options.strategy.value
+        bench.fixed, bench.strategy = str(installation.root), options.strategy.value
         yield
     except BaseException:
         try:

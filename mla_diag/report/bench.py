@@ -50,11 +50,9 @@ def _header(bench: ServerBench, side: ServerSide) -> Iterator[Text]:
     yield Text(", ".join(facts), "dim")
     if side.rows:
         first = side.rows[0]
-        yield Text(
-            f"{first.new_tokens} new tokens a request; median of {first.repeats} waves (least to most)"
-            + ("; after: fixed, strategy " + bench.strategy if bench.after is not None and bench.strategy else ""),
-            "dim",
-        )
+        yield Text(f"{first.new_tokens} new tokens a request; median of {first.repeats} waves (least to most)", "dim")
+    if bench.fixed is not None:
+        yield Text(f"after: strategy {bench.strategy} in {bench.fixed}", "dim")
 
 
 def _table(bench: ServerBench, before: ServerSide) -> Iterator[Text]:

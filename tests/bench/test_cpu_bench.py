@@ -7,14 +7,13 @@ fix would go is a small SGLang of our own all the same.
 from __future__ import annotations
 
 import shlex
-import socket
 from pathlib import Path
 
 import msgspec
 import pytest
 
 from mla_diag.bench.server import ServerBench
-from tests.bench.test_process import free_port
+from tests.bench.test_process import free_port, listening
 from tests.commands.test_explain import run
 from tests.fix.conftest import contents, install
 from tests.server.test_cpu_server import lab_server
@@ -48,5 +47,4 @@ def test_a_real_server_is_started_measured_and_ended(shared_traces: Path, tmp_pa
     assert list((out / "before/traces").iterdir())
     assert bench.after is None
     assert contents(root) == originals
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", port))
+    assert not listening(port)

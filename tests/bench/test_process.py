@@ -29,6 +29,12 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+def listening(port: int) -> bool:
+    """Whether a server is at a port of this host."""
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
 def script(tmp_path: Path, body: str) -> str:
     """A command that runs a Python program, told a free port."""
     (tmp_path / "serve.py").write_text(body)
@@ -100,8 +106,7 @@ def test_a_server_is_waited_for_and_its_port_is_free_afterwards(tmp_path: Path):
     port = free_port()
     with started(f"{STAND_IN} --port {port}", tmp_path), Client(f"127.0.0.1:{port}") as client:
         assert client.server_info()["version"] == "0.5.17"
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", port))
+    assert not listening(port)
     assert "fired up" in (tmp_path / "server.log").read_text()
 
 
@@ -164,6 +169,18 @@ def test_a_server_that_lives_on_after_a_traceback_is_given_up(tmp_path: Path, mo
         started(script(tmp_path, body), tmp_path),
     ):
         pass
+
+
+def test_a_traceback_that_a_server_got_over_is_no_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A compiler that runs before the first answer is silent for minutes."""
+    monkeypatch.setattr(process, "_SILENT_SECONDS", 0.2)
+    body = (
+        "import sys, time, traceback\ntry:\n    {}['x']\nexcept KeyError:\n    traceback.print_exc()\n"
+        "for step in range(6):\n    print('loading', step, file=sys.stderr)\ntime.sleep(1.5)\n"
+        f"sys.path.insert(0, {str(Path(stand_in.__file__).parent)!r})\nimport stand_in\nstand_in.main()\n"
+    )
+    with started(script(tmp_path, body), tmp_path):
+        assert "KeyError" in (tmp_path / "server.log").read_text()
 
 
 def test_all_processes_are_ended_also_those_that_ignore_being_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -6,7 +6,6 @@ import json
 import os
 import shlex
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -19,7 +18,7 @@ import pytest
 
 from mla_diag.bench.server import ServerBench
 from mla_diag.server import capture
-from tests.bench.test_process import free_port
+from tests.bench.test_process import free_port, listening
 from tests.commands.invoke import Invoke
 from tests.fix.conftest import CSR, contents, edit, install
 from tests.server import stand_in
@@ -50,8 +49,7 @@ def port() -> Iterator[int]:
     """A port that no server is left at."""
     chosen = free_port()
     yield chosen
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", chosen))
+    assert not listening(chosen)
 
 
 def serving(root: Path, port: int, **attributes: Any) -> str:
@@ -88,7 +86,7 @@ def test_the_whole_story_in_one_command(run: Invoke, tmp_path: Path, root: Path,
     assert bench.before is not None
     assert bench.after is not None
     assert [str(measured.row) for measured in bench.before.rows] == ["1x100", "2x50"]
-    assert (bench.strategy, bench.reverted) == ("auto", True)
+    assert (bench.fixed, bench.strategy, bench.reverted) == (str(root), "auto", True)
     for gain in bench.gains:
         assert 3 < gain.tpot < 11
         assert gain.tokens_per_second > 2
@@ -141,6 +139,13 @@ def test_an_sglang_without_casts_is_measured(run: Invoke, tmp_path: Path, root: 
     )
     assert result.returncode == 0, result.stderr
     assert "no cast of the whole KV pool that could be fixed" in result.stdout
+
+
+def test_an_sglang_of_another_release_than_the_servers_is_noted(run: Invoke, tmp_path: Path, root: Path, port: int):
+    line = serving(root, port, info=INFO | {"version": "0.5.11"})
+    result = run("bench", "server", "--serve", line, *QUICK, "--no-profile", "--revert", "--out", tmp_path / "out")
+    assert result.returncode == 0, result.stderr
+    assert f"the server says it is SGLang 0.5.11, and {root} is 0.5.17" in result.stdout
 
 
 def test_a_profile_that_fails_loses_no_measurement(run: Invoke, tmp_path: Path, root: Path, port: int):

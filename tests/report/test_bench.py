@@ -43,22 +43,24 @@ def test_one_server():
 def test_before_beside_after():
     before = side(measured(Row(1, 2000), 70.0), left_out=(LeftOut(Row(9, 9), "too long"),))
     after = side(measured(Row(1, 2000), 7.0), left_out=(LeftOut(Row(9, 9), "too long"), LeftOut(Row(8, 8), "in turns")))
-    bench = ServerBench("python -m x", "http://host:1", before, after, "kernel", gains=gains(before, after))
+    bench = ServerBench(
+        "python -m x", "http://host:1", before, after, "/x/sglang", "kernel", gains=gains(before, after)
+    )
     shown = lines(bench)
-    assert shown[2].endswith("; after: fixed, strategy kernel")
-    assert shown[4].split() == ["batch", "context", "before", "after", "gain"]
-    assert shown[6].split(")")[0].endswith("70.00 (69.50 to 70.50")
-    assert shown[6].split(")")[1].strip() == "7.000 (6.500 to 7.500"
-    assert shown[6].endswith("10 x")
-    assert shown[7].endswith("1 x")
-    assert [line.split(maxsplit=2)[2] for line in shown[8:]] == [
+    assert shown[3] == "after: strategy kernel in /x/sglang"
+    assert shown[5].split() == ["batch", "context", "before", "after", "gain"]
+    assert shown[7].split(")")[0].endswith("70.00 (69.50 to 70.50")
+    assert shown[7].split(")")[1].strip() == "7.000 (6.500 to 7.500"
+    assert shown[7].endswith("10 x")
+    assert shown[8].endswith("1 x")
+    assert [line.split(maxsplit=2)[2] for line in shown[9:]] == [
         "left out: too long",
         "left out after the fix: in turns",
     ]
 
 
 def test_a_row_that_only_one_side_has():
-    bench = ServerBench("x", "u", side(measured(Row(1, 2000), 70.0)), side(measured(Row(2, 10), 7.0)), "auto")
+    bench = ServerBench("x", "u", side(measured(Row(1, 2000), 70.0)), side(measured(Row(2, 10), 7.0)))
     shown = lines(bench)
     assert [line.split()[:2] for line in (shown[5], shown[8])] == [["1", "2,000"], ["2", "10"]]
     assert not any(line.endswith(" x") for line in shown)
