@@ -23,7 +23,7 @@ from mla_diag.commands.fix import parse_strategy
 from mla_diag.commands.progress import Progress
 from mla_diag.diagnose.compare import compare
 from mla_diag.diagnose.diagnosis import Diagnosis
-from mla_diag.diagnose.server_info import parse_server_info
+from mla_diag.diagnose.server_info import ServerInfo, parse_server_info
 from mla_diag.errors import MlaDiagError, UsageError
 from mla_diag.fix import patch
 from mla_diag.fix.journal import Journal
@@ -136,8 +136,9 @@ def measure_url(url: str, options: Options, *, api_key: str | None = None, verif
     with Client(url, api_key=api_key, verify=verify) as client:
         bench = ServerBench(command=None, url=client.url)
         with _reported(bench, options):
-            bench.before = ServerSide.of(parse_server_info(client.server_info()))
-            _measure(client, bench.before, options.plan, "")
+            server = parse_server_info(client.server_info())
+            bench.before = ServerSide.of(server)
+            _measure(client, server, bench.before, options.plan, "")
 
 
 def measure_served(command_line: str, options: Options, *, api_key: str | None = None) -> None:
@@ -209,14 +210,15 @@ def _visit(command: ServerCommand, options: Options, bench: ServerBench, out: Pa
     except OSError as error:
         raise UsageError(f"{out}: cannot be made: {error.strerror}; give another --out") from error
     with (
-        ServerProcess(command, out / "server.log") as server,
+        ServerProcess(command, out / "server.log") as process,
         Client(command.url, api_key=api_key or command.api_key) as client,
     ):
         with Progress() as progress:
-            server.wait_until_ready(client, options.ready_timeout, lambda what: progress.say(f"{when}: {what}"))
-        visit = _Visit(ServerSide.of(parse_server_info(client.server_info())))
+            process.wait_until_ready(client, options.ready_timeout, lambda what: progress.say(f"{when}: {what}"))
+        server = parse_server_info(client.server_info())
+        visit = _Visit(ServerSide.of(server))
         setattr(bench, when, visit.side)
-        _measure(client, visit.side, options.plan, f"{when}: ")
+        _measure(client, server, visit.side, options.plan, f"{when}: ")
         # Each server is asked here for what else is to be compared of the two.
         exposure = doctor.ask(client, model_config=options.model_config)
         if exposure.exposed is False:
@@ -226,9 +228,8 @@ def _visit(command: ServerCommand, options: Options, bench: ServerBench, out: Pa
     return visit
 
 
-def _measure(client: Client, side: ServerSide, plan: Plan, when: str) -> None:
+def _measure(client: Client, server: ServerInfo, side: ServerSide, plan: Plan, when: str) -> None:
     """Measure the rows, saying each as it comes, because a server can fail later."""
-    server = parse_server_info(client.server_info())
     with Progress() as progress:
         for found in measure_rows(client, server, plan, lambda what: progress.say(when + what)):
             if isinstance(found, LeftOut):
@@ -300,13 +301,20 @@ def _reported(bench: ServerBench, options: Options) -> Iterator[None]:
         if bench.before is not None and bench.after is not None:
             bench.gains = gains(bench.before, bench.after)
         if bench.before is not None:
-            print_bench(bench, Console(highlight=False), options.top)
-            sys.stdout.flush()
-        if bench.before is not None and options.output is not None:
             try:
-                options.output.write_text(render_json(bench), encoding="utf-8")
-            except OSError as error:
-                raise UsageError(f"{options.output}: cannot be written: {error.strerror}") from error
+                _write(bench, options.output)
+            finally:
+                print_bench(bench, Console(highlight=False), options.top)
+                sys.stdout.flush()
+
+
+def _write(bench: ServerBench, output: Path | None) -> None:
+    if output is None:
+        return
+    try:
+        output.write_text(render_json(bench), encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"{output}: cannot be written: {error.strerror}") from error
 
 
 @contextmanager
@@ -318,7 +326,9 @@ def _ended_by_signals() -> Iterator[None]:
             signal.signal(each, signal.SIG_IGN)  # cleaning up is under way
         raise SystemExit(128 + number)
 
-    earlier = {number: signal.signal(number, leave) for number in _ENDED_BY}
+    # What is ignored stays so: nohup has SIGHUP ignored.
+    heeded = [number for number in _ENDED_BY if signal.getsignal(number) is not signal.SIG_IGN]
+    earlier = {number: signal.signal(number, leave) for number in heeded}
     try:
         yield
     finally:

@@ -253,27 +253,48 @@ def test_an_out_that_holds_another_benchmark_is_not_mixed_up(run: Invoke, tmp_pa
     assert "holds another benchmark" in result.stderr
 
 
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
-def test_a_signal_ends_the_server_and_takes_the_fix_back(
-    tmp_path: Path, root: Path, port: int, number: signal.Signals, status: int
-):
-    """Sent while the fixed server hangs."""
-    originals = contents(root)
-    line = serving(root, port, fixed={"hangs": ["generate"]})
+def hanging(line: str, tmp_path: Path, *before: str) -> subprocess.Popen[str]:
+    """A benchmark whose fixed server has been asked for tokens and does not answer."""
     arguments = ["bench", "server", "--serve", line, *QUICK, "--no-profile", "--revert", "--out", str(tmp_path / "out")]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "mla_diag", *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
+    whole = [*before, sys.executable, "-m", "mla_diag", *arguments]
+    process = subprocess.Popen(whole, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     log = tmp_path / "out/after/server.log"
     deadline = time.monotonic() + 60
     while not (log.exists() and "fired up" in log.read_text()):
         assert process.poll() is None
         assert time.monotonic() < deadline
         time.sleep(0.05)
-    time.sleep(0.7)  # it has been asked for tokens by then
+    time.sleep(0.7)
+    return process
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
+def test_a_signal_ends_the_server_and_takes_the_fix_back(
+    tmp_path: Path, root: Path, port: int, number: signal.Signals, status: int
+):
+    originals = contents(root)
+    process = hanging(serving(root, port, fixed={"hangs": ["generate"]}), tmp_path)
     os.kill(process.pid, number)
     shown, said = process.communicate(timeout=60)
     assert process.returncode == status
     assert "Traceback" not in said
     assert "tpot ms" in shown
     assert contents(root) == originals
+
+
+def test_nohup_keeps_it_running(tmp_path: Path, root: Path, port: int):
+    process = hanging(serving(root, port, fixed={"hangs": ["generate"]}), tmp_path, "nohup")
+    os.kill(process.pid, signal.SIGHUP)
+    time.sleep(0.5)
+    assert process.poll() is None
+    os.kill(process.pid, signal.SIGTERM)
+    process.communicate(timeout=60)
+    assert process.returncode == 143
+
+
+def test_results_that_cannot_be_written_are_shown(run: Invoke, tmp_path: Path):
+    with StandIn() as server:
+        result = run("bench", "server", "--url", server.url, *QUICK, "--json", tmp_path)
+    assert result.returncode == 2
+    assert result.stderr.splitlines()[-1] == f"mla-diag: {tmp_path}: cannot be written: Is a directory"
+    assert "tpot ms" in result.stdout
