@@ -10,7 +10,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import unquote, urlparse
@@ -34,6 +34,12 @@ _LAYOUTS = (
     "sgl-workspace/sglang/python/sglang",
 )
 _SITE_PACKAGES = tuple(layout.removesuffix("/sglang") for layout in _LAYOUTS if "-packages" in layout)
+# Prints where a Python would import packages from, without importing them.
+_WHERE = """
+import importlib.util, json
+specs = {name: importlib.util.find_spec(name) for name in ("sglang", "flashinfer")}
+print(json.dumps({name: list(spec.submodule_search_locations or []) if spec else [] for name, spec in specs.items()}))
+"""
 _WRAPPER = "BatchMLAPagedAttentionWrapper"
 
 
@@ -101,7 +107,35 @@ def find_installation(directory: Path | None = None) -> Installation:
     if len(roots) > 1:
         raise UsageError(f"{where}: several SGLangs found, name one with --sglang: {', '.join(map(str, roots))}")
     (root,) = roots
-    return Installation(root=root, version=_version(root, "sglang"), flashinfer=_flashinfer(root, directory))
+    if directory is None:
+        places = _flashinfer_of_this_python()
+    else:
+        places = [place for layout in _SITE_PACKAGES for place in sorted(directory.glob(layout))]
+    return _installation(root, places)
+
+
+def find_installation_of(python: str, environment: Mapping[str, str]) -> Installation:
+    """Find the SGLang that another Python would import; it is asked where, and imports nothing.
+
+    Args:
+        python: the interpreter.
+        environment: all variables that it runs with, PYTHONPATH among them.
+
+    Raises:
+        UsageError: it has none.
+    """
+    try:
+        ran = subprocess.run(
+            [python, "-c", _WHERE], env=environment, capture_output=True, text=True, timeout=60, check=True
+        )
+        found: dict[str, list[str]] = json.loads(ran.stdout.splitlines()[-1])
+    except (OSError, subprocess.SubprocessError, ValueError, IndexError) as error:
+        raise UsageError(f"{python}: does not say where its SGLang is; name it with --sglang DIR") from error
+    roots = [Path(location).resolve() for location in found["sglang"]]
+    root = next((root for root in roots if (root / "srt").is_dir()), None)
+    if root is None:
+        raise UsageError(f"{python}: has no SGLang; name the one that the server runs with --sglang DIR")
+    return _installation(root, [Path(location).parent for location in found["flashinfer"]])
 
 
 def find_python(installation: Installation, directory: Path | None = None) -> tuple[Path, tuple[Path, ...]]:
@@ -182,14 +216,17 @@ def _editable(directory: Path) -> Iterator[Path]:
                     break
 
 
-def _flashinfer(sglang: Path, directory: Path | None) -> FlashInfer | None:
-    """The FlashInfer beside SGLang, or for a checkout, of the place that was named or of this Python."""
-    places = [sglang.parent]
-    if directory is None:
-        spec = importlib.util.find_spec("flashinfer")
-        places += [Path(location).parent for location in (spec.submodule_search_locations or [])] if spec else []
-    else:
-        places += [place for layout in _SITE_PACKAGES for place in sorted(directory.glob(layout))]
+def _installation(root: Path, places: list[Path]) -> Installation:
+    return Installation(root=root, version=_version(root, "sglang"), flashinfer=_flashinfer([root.parent, *places]))
+
+
+def _flashinfer_of_this_python() -> list[Path]:
+    spec = importlib.util.find_spec("flashinfer")
+    return [Path(location).parent for location in (spec.submodule_search_locations or [])] if spec else []
+
+
+def _flashinfer(places: list[Path]) -> FlashInfer | None:
+    """The FlashInfer beside SGLang, or for a checkout, of the place that was named or of its Python."""
     root = next((place / "flashinfer" for place in places if (place / "flashinfer").is_dir()), None)
     if root is None:
         return None

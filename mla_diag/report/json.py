@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import msgspec
 
+from mla_diag.bench.server import ServerBench
 from mla_diag.diagnose.compare import Comparison
 from mla_diag.diagnose.diagnosis import Diagnosis
 
 
-def render_json(diagnosis: Diagnosis | Comparison) -> str:
-    """A diagnosis or a comparison as indented JSON text, ending in a newline.
+def render_json(report: Diagnosis | Comparison | ServerBench) -> str:
+    """A diagnosis, a comparison or a benchmark as indented JSON text, ending in a newline.
 
     Schema version and tool come first, so that a reader can decide what to make of the rest.
     """
-    fields = msgspec.to_builtins(diagnosis)
+    fields = msgspec.to_builtins(report)
     first = {name: fields.pop(name) for name in ("schema_version", "tool")}
     return msgspec.json.format(msgspec.json.encode(first | fields), indent=2).decode() + "\n"

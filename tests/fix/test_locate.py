@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import stat
 import sys
@@ -12,7 +13,7 @@ import pytest
 
 from mla_diag.errors import UsageError
 from mla_diag.fix import locate
-from mla_diag.fix.locate import find_gpu, find_installation, find_python
+from mla_diag.fix.locate import find_gpu, find_installation, find_installation_of, find_python
 from tests.fix.conftest import CSR, PAGE_TABLE, install
 
 
@@ -57,6 +58,27 @@ def test_place_without_sglang_says_what_to_do(tmp_path: Path) -> None:
         find_installation(tmp_path)
     with pytest.raises(UsageError, match="no such directory"):
         find_installation(tmp_path / "nowhere")
+
+
+def test_another_python_is_asked_and_imports_nothing(tmp_path: Path) -> None:
+    """As for a checkout on PYTHONPATH with its FlashInfer elsewhere."""
+    root, other = install(tmp_path / "checkout"), tmp_path / "other"
+    for package in (root, other / "flashinfer"):
+        package.mkdir(parents=True, exist_ok=True)
+        (package / "__init__.py").write_text("raise RuntimeError('imported')\n")
+    (other / "flashinfer" / "version.py").write_text('__version__ = "0.6.15"\n')
+    found = find_installation_of(sys.executable, os.environ | {"PYTHONPATH": f"{root.parent}:{other}"})
+    assert (found.root, found.version) == (root, "0.5.17")
+    assert found.flashinfer is not None
+    assert (found.flashinfer.root, found.flashinfer.version) == (other / "flashinfer", "0.6.15")
+
+
+def test_another_python_without_sglang_says_what_to_do(tmp_path: Path) -> None:
+    (tmp_path / "sglang").mkdir()  # a directory of that name is none
+    with pytest.raises(UsageError, match="has no SGLang; name the one that the server runs with --sglang"):
+        find_installation_of(sys.executable, os.environ | {"PYTHONPATH": str(tmp_path)})
+    with pytest.raises(UsageError, match="does not say where its SGLang is"):
+        find_installation_of("/bin/false", os.environ)
 
 
 def test_active_environment_is_searched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ import msgspec
 import pytest
 
 import mla_diag
+from mla_diag.bench import measure, server
 from mla_diag.diagnose import compare as comparison
 from mla_diag.diagnose import diagnosis as schema
 from mla_diag.report.json import render_json
@@ -30,6 +31,8 @@ def test_report_is_valid_json_of_the_schema(recordings: Path):
 KINDS = [
     *(schema.Diagnosis, schema.TraceReport, schema.StageReport, schema.Op, schema.KernelUse, schema.Source),
     *(schema.Finding, comparison.Comparison, comparison.StageChange, comparison.OpChange, comparison.Side),
+    *(server.ServerBench, server.ServerSide, server.Gain, measure.Measured, measure.LeftOut),
+    *(measure.Row, measure.Spread),
 ]
 
 
