@@ -274,7 +274,7 @@ def fix(
     )
 
 
-bench = typer.Typer(no_args_is_help=True, help="Measure what a change is worth: the attention kernel by itself.")
+bench = typer.Typer(no_args_is_help=True, help="Measure what a change is worth: to one kernel, to a server.")
 app.add_typer(bench, name="bench")
 
 
@@ -295,6 +295,73 @@ def bench_kernel(
     from mla_diag.commands import bench as command
 
     command.run_kernel(heads or (), shape or (), output, milliseconds, recorded=recorded, plot=plot)
+
+
+@bench.command("server")
+def bench_server(
+    serve: Annotated[
+        str | None,
+        typer.Option(metavar="COMMAND", help="Start this server, and end it: 'python -m sglang.launch_server ...'."),
+    ] = None,
+    url: Annotated[str | None, typer.Option(help="Measure a server that somebody else runs; nothing is fixed.")] = None,
+    shape: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="BATCHxCONTEXT",
+            show_default="1x2000, 1x30000 and 16x2000",
+            help="Requests sent together and tokens of each: 16x8192; repeat.",
+        ),
+    ] = None,
+    output_len: Annotated[int, typer.Option(min=2, help="New tokens of each request.")] = 65,
+    repeats: Annotated[int, typer.Option(min=1, help="Waves of each row that count.")] = 5,
+    warmup: Annotated[int, typer.Option(min=0, help="Waves of each row before them that do not.")] = 1,
+    strategy: Annotated[str, typer.Option(help="Of the fix: auto, kernel, native or gather.")] = "auto",
+    sglang: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", show_default="of COMMAND's Python", help="The SGLang to fix, as for fix."),
+    ] = None,
+    revert: Annotated[bool, typer.Option("--revert", help="Put SGLang back as it was in the end.")] = False,
+    no_fix: Annotated[bool, typer.Option("--no-fix", help="Only start the server and measure it as it is.")] = False,
+    no_profile: Annotated[bool, typer.Option("--no-profile", help="Only measure: record no traces.")] = False,
+    out: Annotated[
+        Path | None, typer.Option(show_default="a new one", help="The directory for logs and profiles.")
+    ] = None,
+    output: Annotated[Path | None, typer.Option("--json", help="Write the results to this file as well.")] = None,
+    ready_timeout: Annotated[float, typer.Option(min=1, help="Seconds for the server to start.")] = 900.0,
+    model_config: Annotated[
+        Path | None, typer.Option(help="The model's config.json, or the directory that has it.")
+    ] = None,
+    top: Annotated[int, typer.Option(min=1, help="Ops to print a stage of the profiles.")] = 10,
+    api_key: ApiKey = None,
+    ca_file: CaFile = None,
+    insecure: Insecure = False,
+) -> None:
+    """Time first token, output tokens and throughput of a server; with --serve before and after the fix.
+
+    Exits with 0, with 1 if SGLang's files cannot be changed, 2 for wrong options, 4 if a server fails, 5 for unknown
+    code of SGLang's.
+    """
+    from mla_diag.commands import bench_server as command
+
+    command.run(
+        serve,
+        url,
+        command.Options(
+            plan=command.plan_of(shape or (), output_len, repeats, warmup),
+            fix=not no_fix,
+            strategy=command.parse_strategy(strategy),
+            sglang=sglang,
+            revert=revert,
+            profiles=not no_profile,
+            out=out,
+            output=output,
+            ready_timeout=ready_timeout,
+            model_config=model_config,
+            top=top,
+        ),
+        api_key=api_key,
+        verify=not insecure and (ca_file or True),
+    )
 
 
 @app.command()

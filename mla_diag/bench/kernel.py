@@ -8,7 +8,7 @@ alternative alike.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -16,13 +16,14 @@ from typing import Any
 import torch
 from triton.testing import do_bench, do_bench_cudagraph
 
-from mla_diag.bench.kernel_record import LATENT, ROPE, WIDTH, Ceilings, Row, Shape
+from mla_diag.bench.rows import LATENT, ROPE, WIDTH, Ceilings, Row, Shape
+from mla_diag.kernels import mla_fp8_operator
 from mla_diag.kernels.mla_fp8 import mla_fp8, mla_schedule, workspace_bytes
 from mla_diag.kernels.mla_fp8_sm90 import mla_fp8_sm90, unavailable
 from mla_diag.kernels.mla_fp8_sm90 import workspace_bytes as sm90_workspace_bytes
 from mla_diag.kernels.reference import csr_rows, mla_reference
 
-__all__ = ["ALTERNATIVES", "Ceilings", "Row", "Shape", "bench_kernels", "measure_ceilings"]
+__all__ = ["ALTERNATIVES", "STRATEGIES", "Case", "bench_kernels", "measure_ceilings"]
 
 POOL_ROWS = 495_552  # the pool of the server in which the whole-pool copy was first measured
 SM_SCALE = (128 + 64) ** -0.5  # DeepSeek's head widths before absorption
@@ -64,7 +65,11 @@ class Case:
         return cls(shape, pool, pool_bf16, indices.int(), nope, rope, torch.empty_like(nope))
 
     def error(self, step: Step) -> float:
-        """Run `step` into a poisoned output and compare the first requests with the reference."""
+        """Run `step` into a poisoned output and compare the first requests with the reference.
+
+        Raises:
+            ArithmeticError: the output has an infinity, or a NaN, which is also what was never written.
+        """
         self.out.fill_(torch.nan)
         got = step()
         some = min(self.shape.batch, CHECKED_REQUESTS)
@@ -72,7 +77,7 @@ class Case:
         rows = csr_rows(self.indptr[: some + 1], self.indices)
         want, _ = mla_reference(query, self.pool, sm_scale=SM_SCALE, rows=rows)
         if not got.isfinite().all():
-            return float("nan")
+            raise ArithmeticError("the output is not finite")
         return float((got[:some].double() - want).norm() / want.norm())
 
 
@@ -117,6 +122,20 @@ def _ours_hopper(case: Case) -> Step:
     def step() -> torch.Tensor:
         return mla_fp8_sm90(case.nope, case.pool, query_rope=case.rope, kv_indptr=case.indptr, kv_indices=case.indices,
                             sm_scale=SM_SCALE, out=case.out, workspace=workspace)[0]  # fmt: skip
+
+    return step
+
+
+def _operator(case: Case) -> Step:
+    """What the fix puts into a server: as there, the workspace is allocated in the step."""
+    mla_fp8_operator.prepare(case.pool.device)
+    schedule = mla_fp8_operator.schedule(case.shape.heads, kv_indptr=case.indptr)
+
+    def step() -> torch.Tensor:
+        return mla_fp8_operator.attend(
+            case.nope, case.pool, query_rope=case.rope, kv_indptr=case.indptr, kv_indices=case.indices,
+            sm_scale=SM_SCALE, out=case.out, schedule=schedule,
+        )[0]  # fmt: skip
 
     return step
 
@@ -166,6 +185,14 @@ ALTERNATIVES: dict[str, Callable[[Case], Step]] = {
     "mla-diag hopper": _ours_hopper,
 }
 
+#: What `mla-diag fix` can put in the cast's place, by the strategy's name, and the cast.
+STRATEGIES: dict[str, Callable[[Case], Step]] = {
+    "kernel": _operator,
+    "native": _native_fp8,
+    "gather": _gather,
+    "cast": _cast,
+}
+
 
 def measure_ceilings(device: str = "cuda") -> Ceilings:
     """Measure the two ceilings: a 2 GiB copy within device memory and an 8192-cubed BF16 product of random numbers."""
@@ -180,7 +207,7 @@ def measure_ceilings(device: str = "cuda") -> Ceilings:
 def bench_kernels(
     shapes: Sequence[Shape],
     ceilings: Ceilings,
-    alternatives: Sequence[str] = tuple(ALTERNATIVES),
+    alternatives: Mapping[str, Callable[[Case], Step]] = ALTERNATIVES,
     *,
     pool_rows: int = POOL_ROWS,
     rep_ms: int = 30,
@@ -191,7 +218,7 @@ def bench_kernels(
     Args:
         shapes: the decode steps.
         ceilings: the card's, from `measure_ceilings`.
-        alternatives: keys of `ALTERNATIVES`.
+        alternatives: what prepares a step of each, by name.
         pool_rows: rows of the pool; the cast's cost is proportional to it.
         rep_ms: time spent on each measurement.
         device: where; timing needs a GPU.
@@ -204,12 +231,13 @@ def bench_kernels(
     pool_bf16.copy_(pool)
     for seed, shape in enumerate(shapes):
         case = Case.draw(shape, pool, pool_bf16, seed)
-        for name in alternatives:
+        for name, prepare in alternatives.items():
             us, error, reason = None, None, ""
             try:
-                step = ALTERNATIVES[name](case)
+                step = prepare(case)
                 error = case.error(step)
                 us = 1e3 * do_bench_cudagraph(step, rep=rep_ms, return_mode="median")
-            except (ImportError, NotImplementedError, RuntimeError, ValueError) as failure:
+            except (ArithmeticError, ImportError, NotImplementedError, RuntimeError, ValueError) as failure:
+                error = None
                 reason = f"{type(failure).__name__}: {failure}".splitlines()[0][:200]
             yield Row(shape, name, us, error, ceilings.roofline_us(shape), reason)

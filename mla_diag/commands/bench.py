@@ -10,7 +10,8 @@ import msgspec
 from rich.console import Console
 from rich.text import Text
 
-from mla_diag.bench.kernel_record import Record, Row, Shape, read_record
+from mla_diag.bench.kernel_record import Record, read_record
+from mla_diag.bench.rows import Ceilings, Row, Shape
 from mla_diag.commands.common import check_output, destination
 from mla_diag.errors import UsageError
 from mla_diag.report.json import render_json
@@ -53,13 +54,14 @@ def run_kernel(
         raise UsageError("--from shows an earlier run, which is JSON already: leave --json out")
     else:
         record = _chosen(read_record(recorded), heads, cases, recorded)
-        _print_head(record)
+        console = Console(highlight=False)
+        print_head(record.device, record.ceilings, console)
         for row in record.rows:
-            _console().print(format_row(row), soft_wrap=True)
+            console.print(format_row(row), soft_wrap=True)
     if plot is not None:
         picture = draw_svg(record)
-        with destination(plot) as console:
-            console.file.write(picture.decode())
+        with destination(plot) as drawn:
+            drawn.file.write(picture.decode())
 
 
 def _measure(heads: Sequence[int], cases: Sequence[tuple[int, int]], output: Path | None, milliseconds: int) -> Record:
@@ -72,11 +74,12 @@ def _measure(heads: Sequence[int], cases: Sequence[tuple[int, int]], output: Pat
     if not torch.cuda.is_available():
         raise UsageError("bench kernel needs a GPU, and torch sees none here; run it where the server runs")
     record = Record(torch.cuda.get_device_name(), kernel.measure_ceilings(), [])
-    _print_head(record)
+    console = Console(highlight=False)
+    print_head(record.device, record.ceilings, console)
     wanted = [Shape(count, *case) for count in heads or kernel.HEADS for case in cases or kernel.CASES]
     for row in kernel.bench_kernels(wanted, record.ceilings, rep_ms=milliseconds):
         record.rows.append(row)
-        _console().print(format_row(row), soft_wrap=True)
+        console.print(format_row(row), soft_wrap=True)
         if output is not None:
             output.write_text(render_json(record), encoding="utf-8")
     return record
@@ -93,20 +96,6 @@ def _chosen(record: Record, heads: Sequence[int], cases: Sequence[tuple[int, int
     return msgspec.structs.replace(record, rows=rows)
 
 
-def _print_head(record: Record) -> None:
-    ceilings = record.ceilings
-    _console().print(
-        f"{record.device}: copies at {ceilings.bandwidth / 1e12:.2f} TB/s, "
-        f"BF16 products at {ceilings.matmul / 1e12:.0f} TFLOP/s; a decode step of one layer:\n",
-        soft_wrap=True,
-    )
-    _console().print(Text(_ROW.format("heads", "batch", "context", "", "us", "roofline", "error"), "dim"))
-
-
-def _console() -> Console:
-    return Console(highlight=False)
-
-
 def parse_shape(text: str) -> tuple[int, int]:
     """Requests and tokens of each out of `16x8192`.
 
@@ -119,13 +108,22 @@ def parse_shape(text: str) -> tuple[int, int]:
     return int(match[1]), int(match[2])
 
 
+def print_head(device: str, ceilings: Ceilings, console: Console) -> None:
+    """What stands above rows: the card and what it does at best, the names of the columns."""
+    console.print(
+        f"{device}: copies at {ceilings.bandwidth / 1e12:.2f} TB/s, "
+        f"BF16 products at {ceilings.matmul / 1e12:.0f} TFLOP/s; a decode step of one layer:\n",
+        soft_wrap=True,
+    )
+    console.print(Text(_ROW.format("heads", "batch", "context", "", "us", "roofline", "error"), "dim"))
+
+
 def format_row(row: Row) -> Text:
     """One measurement: the time, how many times the roofline that is, and the error; or why there is none."""
     shape = row.shape
-    if row.us is None:
+    if row.us is None or row.error is None:
         figures = ("-", "", "")
     else:
-        error = "nan" if row.error is None else f"{row.error:.1e}"
-        figures = (f"{row.us:,.1f}", f"{row.us / row.roofline_us:.2f} x", error)
+        figures = (f"{row.us:,.1f}", f"{row.us / row.roofline_us:.2f} x", f"{row.error:.1e}")
     line = _ROW.format(shape.heads, shape.batch, shape.context, row.alternative, *figures)
     return Text(line if row.us is not None else f"{line.rstrip()}  {row.reason}", "" if row.us is not None else "dim")

@@ -8,6 +8,7 @@ from pathlib import Path
 from rich.console import Console
 
 from mla_diag.commands.common import Format
+from mla_diag.commands.measuring import measured_order
 from mla_diag.errors import MlaDiagError, UsageError
 from mla_diag.fix import patch
 from mla_diag.fix.account import FixAccount, Outcome, account_of_patch, account_of_proof, account_of_revert
@@ -17,6 +18,12 @@ from mla_diag.fix.strategy import Outlook, Strategy, check, outlooks
 from mla_diag.fix.verify import verify as prove
 from mla_diag.report import fix as report
 from mla_diag.report.json import render_json
+
+_NOTHING_FIXED = "\nno cast of the whole KV pool that could be fixed in this SGLang: nothing has been changed"
+_MEASURE_THE_SERVER = """
+To measure the server: mla-diag bench server --url http://localhost:30000
+or, before and after:  mla-diag bench server --serve "python -m sglang.launch_server ..."\
+"""
 
 
 class NotFixedError(MlaDiagError):
@@ -58,7 +65,7 @@ def run(
         console: where to print.
 
     Raises:
-        UsageError: no SGLang, several, two flags at once, or a strategy that cannot work here.
+        UsageError: no SGLang, several, two flags at once, or a strategy that cannot work here or fails when measured.
         UnknownCodeError: the code is not understood; nothing has been touched.
         JournalError: the files cannot be changed, or are not as an earlier fix left them.
         NotFixedError: `verify` found that something is not fixed.
@@ -78,8 +85,10 @@ def run(
         ways = outlooks(gpu, installation.flashinfer)
         report.print_installation(installation, gpu, shown)
         check(strategy, ways)
-        act = _apply if apply else _dry_run
-        account = act(installation, strategy, ways, gpu, shown)
+        if apply:
+            account = _apply(installation, strategy, ways, gpu, sglang, shown)
+        else:
+            account = _dry_run(installation, strategy, ways, gpu, shown)
     if output_format is Format.JSON:
         console.file.write(render_json(account))
     if account.outcome is Outcome.NOT_FIXED:
@@ -115,27 +124,42 @@ def _dry_run(
 
 
 def _apply(
-    installation: Installation, strategy: Strategy, ways: list[Outlook], gpu: Gpu | None, console: Console
+    installation: Installation,
+    strategy: Strategy,
+    ways: list[Outlook],
+    gpu: Gpu | None,
+    directory: Path | None,
+    console: Console,
 ) -> FixAccount:
-    applied = patch.apply(installation, strategy)
+    # Measuring takes minutes: what is not understood, or needs no fix, is said before.
+    if Journal(installation.root).record() is None:
+        planned = patch.plan_patch(installation, strategy)
+        if not planned.changes:
+            console.print(_NOTHING_FIXED)
+            return account_of_patch(Outcome.NOTHING_TO_FIX, installation, gpu, strategy.value, ways, planned)
+    order = None if gpu is None else measured_order(installation, strategy, ways, directory, console)
+    applied = patch.apply(installation, strategy, order)
     if applied is None:
         console.print(f"\nfixed already, strategy {strategy.value}: nothing has been changed")
         return account_of_patch(Outcome.FIXED_ALREADY, installation, gpu, strategy.value, ways)
     if not applied.changes:
-        console.print("\nno cast of the whole KV pool that could be fixed in this SGLang: nothing has been changed")
+        console.print(_NOTHING_FIXED)
         return account_of_patch(Outcome.NOTHING_TO_FIX, installation, gpu, strategy.value, ways, applied)
     console.print()
     report.print_sites(applied.files, installation, console)
     console.print()
     report.print_outlooks(strategy, ways, console)
+    if strategy is Strategy.AUTO:
+        console.print(f"auto takes the first that works: {', '.join(order or [way.strategy.value for way in ways])}")
     rewritten = sum(change.before is not None for change in applied.changes)
     console.print(
         f"\napplied: {rewritten} files rewritten, {len(applied.changes) - rewritten} added. "
         "A server that runs keeps the old code: restart it."
     )
     if gpu is None:
-        console.print("There is no GPU here, so the gain was not measured.")
-    return account_of_patch(Outcome.APPLIED, installation, gpu, strategy.value, ways, applied)
+        console.print("There is no GPU here, so nothing was measured.")
+    console.print(_MEASURE_THE_SERVER, soft_wrap=True)
+    return account_of_patch(Outcome.APPLIED, installation, gpu, strategy.value, ways, applied, order)
 
 
 def _revert(installation: Installation, console: Console) -> FixAccount:

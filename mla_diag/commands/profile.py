@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -109,6 +109,20 @@ class Recording(NamedTuple):
     summary: str
 
 
+class Profile(NamedTuple):
+    """A recording explained.
+
+    Attributes:
+        recording: What it was made of.
+        diagnosis: What it shows.
+        tail: Lines to print after the report.
+    """
+
+    recording: Recording
+    diagnosis: Diagnosis
+    tail: list[str]
+
+
 def parse_stages(text: str) -> frozenset[Stage]:
     """The stages in a list such as `decode,prefill`.
 
@@ -147,9 +161,31 @@ def run(
     """
     failures = [parse_fail_on(text, KINDS) for text in options.fail_on]
     with Client(url, api_key=api_key, verify=verify, timeouts=timeouts) as client:
-        recording = _record(client, options)
-        card = doctor.card_of(client)
-    diagnosis = _explain(recording, options)
+        recording, diagnosis, tail = take(client, options)
+    print()
+    print_report(diagnosis, Console(highlight=False), options.top)
+    print("", *tail, f"all of it is in {recording.out}", sep="\n")
+    fail_on_findings(diagnosis, failures)
+
+
+def _announce_at_once(text: str) -> None:
+    print(text, flush=True)
+
+
+def take(client: Client, options: Options, announce: Callable[[str], None] = _announce_at_once) -> Profile:
+    """Record, fetch and explain; leave `OUT/{traces/,server_info.json,report.json,report.txt}`.
+
+    Args:
+        client: The server.
+        options: What to record.
+        announce: Told what is about to be done to the server.
+
+    Raises:
+        ServerError, UnreadableInputError, UsageError: As for `run`.
+    """
+    recording = _record(client, options, announce)
+    card = doctor.card_of(client)
+    diagnosis = _explain(recording, options, announce)
     card = next((trace.device for trace in diagnosis.traces if trace.device), card)
     diagnosis = _beside_floor(diagnosis, recording, card)
     tail = [
@@ -163,13 +199,10 @@ def run(
         print(recording.announcement, "", sep="\n", file=file)
         print_report(diagnosis, Console(file=file, highlight=False), options.top)
         print("", *tail, sep="\n", file=file)
-    print()
-    print_report(diagnosis, Console(highlight=False), options.top)
-    print("", *tail, f"all of it is in {recording.out}", sep="\n")
-    fail_on_findings(diagnosis, failures)
+    return Profile(recording, diagnosis, tail)
 
 
-def _record(client: Client, options: Options) -> Recording:
+def _record(client: Client, options: Options, announce: Callable[[str], None]) -> Recording:
     """Profile the server and copy its traces here."""
     answer = client.server_info()
     server = parse_server_info(answer)
@@ -191,7 +224,7 @@ def _record(client: Client, options: Options) -> Recording:
         directory.prepare(options.stacks)
         _write(out / "server_info.json", msgspec.json.format(msgspec.json.encode(answer), indent=2).decode() + "\n")
         announcement = "\n".join(_announce(client, options, server, plan, directory, out))
-        print(announcement, flush=True)
+        announce(announcement)
         try:
             capture.run(None if plan is None else Load(client, plan, server.data_parallel))
         except BaseException:
@@ -284,7 +317,7 @@ def _out_of_reach(directory: TraceDirectory, out: Path, url: str) -> str:
     return "\n".join(lines)
 
 
-def _explain(recording: Recording, options: Options) -> Diagnosis:
+def _explain(recording: Recording, options: Options, announce: Callable[[str], None]) -> Diagnosis:
     """Explain the traces; where that fails, say why and leave them."""
     only = next(iter(options.stages)) if len(options.stages) == 1 else None
     try:
@@ -301,7 +334,7 @@ def _explain(recording: Recording, options: Options) -> Diagnosis:
             reason = "this server runs on its CPU: they hold no device work, so there is nothing to rank"
         message = f"{recording.out / 'traces'}: {count(len(recording.traces), 'trace')} recorded and kept, but {reason}"
         _write(recording.out / "report.txt", f"{recording.announcement}\n\n{message}\n{recording.summary}\n")
-        print(recording.summary)
+        announce(recording.summary)
         raise UnreadableInputError(message) from error
 
 

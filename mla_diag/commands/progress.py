@@ -14,8 +14,8 @@ class Progress:
     """One line on standard error: kept up to date on a terminal, now and then repeated elsewhere."""
 
     def __init__(self) -> None:
-        console = Console(stderr=True)
-        self._status = console.status("starting") if console.is_terminal else None
+        self._console = Console(stderr=True)
+        self._status = self._console.status("starting") if self._console.is_terminal else None
         self._said = time.monotonic()
 
     def __enter__(self) -> Progress:
@@ -38,3 +38,7 @@ class Progress:
         elif time.monotonic() - self._said >= _SAY_EVERY:
             self._said = time.monotonic()
             print(f"mla-diag: {what}", file=sys.stderr, flush=True)
+
+    def note(self, what: str) -> None:
+        """Say something that stays."""
+        self._console.print(f"mla-diag: {what}", markup=False, highlight=False, soft_wrap=True)

@@ -113,7 +113,8 @@ class FixAccount(msgspec.Struct, frozen=True, kw_only=True):
         flashinfer: The FlashInfer beside it.
         gpu: This machine's first GPU.
         strategy: What was asked for, or what the fix that is there already was made with.
-        outlooks: Each strategy's chances here, in the order that `auto` tries them.
+        order: The strategies that `auto` will try, the fastest first, as measured on this machine.
+        outlooks: Each strategy's chances here, in the order that `auto` tries them where nothing was measured.
         sites: Every cast of the whole pool.
         changes: The files that change or have changed.
         verdicts: The dtype map of `--verify`.
@@ -125,6 +126,7 @@ class FixAccount(msgspec.Struct, frozen=True, kw_only=True):
     flashinfer: Package | None = None
     gpu: Card | None = None
     strategy: str | None = None
+    order: list[str] | None = None
     outlooks: list[OutlookEntry] | None = None
     sites: list[SiteEntry] | None = None
     changes: list[ChangeEntry] | None = None
@@ -141,14 +143,16 @@ def account_of_patch(
     strategy: str,
     ways: Iterable[Outlook],
     patch: Patch | None = None,
+    order: Sequence[str] | None = None,
 ) -> FixAccount:
-    """The account of a dry run or an application; without a patch where none was worked out."""
+    """The account of a dry run or an application; without a patch or an order where none was worked out."""
     return FixAccount(
         outcome=outcome,
         sglang=_package(installation),
         flashinfer=None if installation.flashinfer is None else _package(installation.flashinfer),
         gpu=None if gpu is None else Card(gpu.name, list(gpu.capability)),
         strategy=strategy,
+        order=None if order is None else list(order),
         outlooks=[OutlookEntry(way.strategy, way.works, way.why) for way in ways],
         sites=None if patch is None else _sites(patch.files, installation),
         changes=None if patch is None else [_change(change) for change in patch.changes],

@@ -5,11 +5,11 @@ of mla-diag. A strategy runs where it can, and elsewhere the expression that SGL
 one warning that says why. `MLA_FP8_STRATEGY=cast` in the server's environment turns the fix off. It keeps to what
 Python 3.9 has, for SGLang before 0.5.1.
 
-  kernel   `mla_fp8.py` beside this file reads the pool as it lies; decode, extend, CUDA graphs, both backends
+  kernel   `mla_fp8_operator.py` beside this file reads the pool as it lies; decode, extend, CUDA graphs, both backends
   native   FlashInfer's FP8 MLA on Hopper (flashinfer-ai/flashinfer#3694); the flashinfer backend only
   gather   the referenced rows are cast into a compact buffer; not inside CUDA graphs, whose indices it cannot rewrite
   cast     as shipped
-  auto     the first of kernel, native and gather that works
+  auto     the first in ORDER that works: fastest first, as measured where the fix was applied
 
 The pool is read with scale 1.0, whatever `k_scale` says: SGLang's MLA pools cast on write without scaling
 (sgl-project/sglang#35322), and the shipped `.to()` applies no scale either.
@@ -29,9 +29,10 @@ from typing import Any
 import torch
 
 STRATEGY = "auto"
+ORDER = ("kernel", "native", "gather")
 
 _LATENT, _ROPE = 512, 64
-_AUTO = ("kernel", "native", "gather")
+_STRATEGIES = ("kernel", "native", "gather", "cast")
 # The order of `BatchMLAPagedAttentionWrapper.plan`'s arguments in every FlashInfer from 0.2.5 to 0.7.2.
 _PLAN_ARGUMENTS = (
     "qo_indptr",
@@ -184,7 +185,7 @@ def run(
     kv_indptr = wrapper._kv_indptr_buf
     one_each = not wrapper._causal and q_nope.shape[0] == kv_indptr.shape[0] - 1
     qo_indptr = None if one_each else wrapper._qo_indptr_buf
-    out, lse = _kernel().mla_fp8(
+    out, lse = _kernel().attend(
         q_nope,
         _joined(ckv, kpe),
         query_rope=q_rope,
@@ -202,8 +203,9 @@ def run(
 def _schedule(wrapper: Any, q: torch.Tensor, kv_indptr: torch.Tensor, qo_indptr: torch.Tensor | None) -> Any:
     """Who does what in a step, worked out on the device by its first layer and shared by the others.
 
-    A captured graph must hold the working out, or its replays would go by the lengths of the capture. So what was made
-    in the eager runs that warm a capture up does not serve the capture, and each plan begins anew.
+    None where the kernel is one that works it out itself. A captured graph must hold the working out, or its replays
+    would go by the lengths of the capture. So what was made in the eager runs that warm a capture up does not serve the
+    capture, and each plan begins anew.
     """
     if not q.shape[0]:
         return None
@@ -211,7 +213,7 @@ def _schedule(wrapper: Any, q: torch.Tensor, kv_indptr: torch.Tensor, qo_indptr:
     made = wrapper.mla_fp8_schedule
     if made is None or made[0] != (capturing, q.shape[:2]):
         tokens = None if qo_indptr is None else q.shape[0]
-        schedule = _kernel().mla_schedule(q.shape[1], kv_indptr=kv_indptr, qo_indptr=qo_indptr, tokens=tokens)
+        schedule = _kernel().schedule(q.shape[1], kv_indptr=kv_indptr, qo_indptr=qo_indptr, tokens=tokens)
         made = wrapper.mla_fp8_schedule = ((capturing, q.shape[:2]), schedule)
     return made[1]
 
@@ -264,7 +266,7 @@ def flash_attn_with_kvcache(
 
 def _attend_kernel(q: torch.Tensor, pool: torch.Tensor, options: dict[str, Any]) -> Any:
     one_each = options.get("max_seqlen_q") == 1 and q.shape[0] == options["cache_seqlens"].shape[0]
-    out, lse = _kernel().mla_fp8(
+    out, lse = _kernel().attend(
         options["qv"],
         pool,
         query_rope=q,
@@ -373,7 +375,7 @@ def _kernel_refusal(
     device: torch.device, pool_dtype: torch.dtype, dtype: torch.dtype, widths: tuple[int, int]
 ) -> str | None:
     if _kernel() is None:
-        return "there is no mla_fp8.py that imports beside mla_fp8_dispatch.py"
+        return "there is no mla_fp8_operator.py that imports beside mla_fp8_dispatch.py"
     if pool_dtype != torch.float8_e4m3fn or dtype not in (torch.bfloat16, torch.float16):
         return f"it reads float8_e4m3fn with a 16-bit query, not {pool_dtype} with {dtype}"
     if widths != (_LATENT, _ROPE):
@@ -382,26 +384,29 @@ def _kernel_refusal(
         return None if os.environ.get("TRITON_INTERPRET") == "1" else f"it runs on NVIDIA GPUs, not on {device.type}"
     if torch.version.hip is not None or torch.cuda.get_device_capability(device) < (8, 0):
         return "it runs on NVIDIA GPUs from SM80"
+    # Here, because each plan and each eager read comes by, and nothing can be loaded once a graph is being captured.
+    slower = _kernel().prepare(device)
+    if slower is not None:
+        _warn(f"the Triton kernel in place of Hopper's own, which is faster: {slower}")
     return None
 
 
 @cache
 def _kernel() -> Any:
-    """The kernel's module; None where it is missing or does not import, for want of Triton."""
+    """The kernels' module; None where it is missing or does not import, for want of Triton."""
     try:
-        return importlib.import_module(".mla_fp8", __package__)
+        return importlib.import_module(".mla_fp8_operator", __package__)
     except ImportError:
         return None
 
 
 def _strategies() -> tuple[str, ...]:
     chosen = os.environ.get("MLA_FP8_STRATEGY", STRATEGY).lower()
-    if chosen == "auto":
-        return _AUTO
-    if chosen not in (*_AUTO, "cast"):
-        _warn(f"MLA_FP8_STRATEGY={chosen}: not one of auto, {', '.join(_AUTO)}, cast; taking auto")
-        return _AUTO
-    return (chosen,)
+    if chosen in _STRATEGIES:
+        return (chosen,)
+    if chosen != "auto":
+        _warn(f"MLA_FP8_STRATEGY={chosen}: not one of auto, {', '.join(_STRATEGIES)}; taking auto")
+    return ORDER
 
 
 def _planned(wrapper: Any) -> _Plan:

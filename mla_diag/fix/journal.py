@@ -232,8 +232,7 @@ class Journal:
 
     def _drop_bytecode(self, record: Record) -> None:
         """Remove compiled code: Python tells it stale by size and seconds, which a quick edit may not change."""
-        for entry in record.files:
-            path = self._root / entry.path
+        for path in (self._root / entry.path for entry in record.files if entry.path.endswith(".py")):
             for compiled in (path.parent / "__pycache__").glob(f"{path.stem}.*.pyc"):
                 with suppress(OSError):
                     compiled.unlink()

@@ -9,7 +9,8 @@ import os
 import re
 import shutil
 import subprocess
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import unquote, urlparse
@@ -33,6 +34,12 @@ _LAYOUTS = (
     "sgl-workspace/sglang/python/sglang",
 )
 _SITE_PACKAGES = tuple(layout.removesuffix("/sglang") for layout in _LAYOUTS if "-packages" in layout)
+# Prints where a Python would import packages from, without importing them.
+_WHERE = """
+import importlib.util, json
+specs = {name: importlib.util.find_spec(name) for name in ("sglang", "flashinfer")}
+print(json.dumps({name: list(spec.submodule_search_locations or []) if spec else [] for name, spec in specs.items()}))
+"""
 _WRAPPER = "BatchMLAPagedAttentionWrapper"
 
 
@@ -100,7 +107,62 @@ def find_installation(directory: Path | None = None) -> Installation:
     if len(roots) > 1:
         raise UsageError(f"{where}: several SGLangs found, name one with --sglang: {', '.join(map(str, roots))}")
     (root,) = roots
-    return Installation(root=root, version=_version(root, "sglang"), flashinfer=_flashinfer(root, directory))
+    if directory is None:
+        places = _flashinfer_of_this_python()
+    else:
+        places = [place for layout in _SITE_PACKAGES for place in sorted(directory.glob(layout))]
+    return _installation(root, places)
+
+
+def find_installation_of(python: str, environment: Mapping[str, str]) -> Installation:
+    """Find the SGLang that another Python would import; it is asked where, and imports nothing.
+
+    Args:
+        python: the interpreter.
+        environment: all variables that it runs with, PYTHONPATH among them.
+
+    Raises:
+        UsageError: it has none.
+    """
+    try:
+        ran = subprocess.run(
+            [python, "-c", _WHERE], env=environment, capture_output=True, text=True, timeout=60, check=True
+        )
+        found: dict[str, list[str]] = json.loads(ran.stdout.splitlines()[-1])
+    except (OSError, subprocess.SubprocessError, ValueError, IndexError) as error:
+        raise UsageError(f"{python}: does not say where its SGLang is; name it with --sglang DIR") from error
+    roots = [Path(location).resolve() for location in found["sglang"]]
+    root = next((root for root in roots if (root / "srt").is_dir()), None)
+    if root is None:
+        raise UsageError(f"{python}: has no SGLang; name the one that the server runs with --sglang DIR")
+    return _installation(root, [Path(location).parent for location in found["flashinfer"]])
+
+
+def find_python(installation: Installation, directory: Path | None = None) -> tuple[Path, tuple[Path, ...]]:
+    """Find the Python that would import an installation, and with it its torch and FlashInfer.
+
+    Args:
+        installation: from `find_installation`.
+        directory: what that was given.
+
+    Returns:
+        Its executable, and what has to be on its PYTHONPATH: nothing, or the directory that SGLang is in where that is
+        no Python's own.
+    """
+    site = installation.root.parent
+    if site in {Path(entry).resolve() for entry in sys.path if entry}:
+        return Path(sys.executable), ()
+    home = re.fullmatch(r"(.+)/lib\d*/python(3\.\d+)/(?:site|dist)-packages", site.as_posix())
+    if home is not None:
+        own = shutil.which(f"python{home[2]}", path=f"{home[1]}/bin")
+        same = shutil.which(f"python{home[2]}")
+        if own or same:
+            return (Path(own), ()) if own else (Path(same or ""), (site,))
+    # A checkout: the environment that it is installed into, editable.
+    environments = _environments() if directory is None else [directory]
+    pythons = [environment / "bin" / "python" for environment in environments]
+    found = next((python for python in pythons if python.exists()), None)
+    return (found.absolute(), ()) if found is not None else (Path(sys.executable), (site,))
 
 
 def find_gpu() -> Gpu | None:
@@ -131,9 +193,14 @@ def _active() -> Iterator[Path]:
     roots = [Path(location).resolve() for location in locations]
     roots = [root for root in roots if (root / "srt").is_dir()]
     if not roots:
-        environments = [os.environ.get(name) for name in ("VIRTUAL_ENV", "CONDA_PREFIX")]
-        roots = [root for each in environments if each and Path(each).is_dir() for root in _candidates(Path(each))]
+        roots = [root for environment in _environments() for root in _candidates(environment)]
     yield from dict.fromkeys(roots)
+
+
+def _environments() -> list[Path]:
+    """The active virtual environments."""
+    named = [os.environ.get(name) for name in ("VIRTUAL_ENV", "CONDA_PREFIX")]
+    return [Path(each) for each in named if each and Path(each).is_dir()]
 
 
 def _editable(directory: Path) -> Iterator[Path]:
@@ -149,14 +216,17 @@ def _editable(directory: Path) -> Iterator[Path]:
                     break
 
 
-def _flashinfer(sglang: Path, directory: Path | None) -> FlashInfer | None:
-    """The FlashInfer beside SGLang, or for a checkout, of the place that was named or of this Python."""
-    places = [sglang.parent]
-    if directory is None:
-        spec = importlib.util.find_spec("flashinfer")
-        places += [Path(location).parent for location in (spec.submodule_search_locations or [])] if spec else []
-    else:
-        places += [place for layout in _SITE_PACKAGES for place in sorted(directory.glob(layout))]
+def _installation(root: Path, places: list[Path]) -> Installation:
+    return Installation(root=root, version=_version(root, "sglang"), flashinfer=_flashinfer([root.parent, *places]))
+
+
+def _flashinfer_of_this_python() -> list[Path]:
+    spec = importlib.util.find_spec("flashinfer")
+    return [Path(location).parent for location in (spec.submodule_search_locations or [])] if spec else []
+
+
+def _flashinfer(places: list[Path]) -> FlashInfer | None:
+    """The FlashInfer beside SGLang, or for a checkout, of the place that was named or of its Python."""
     root = next((place / "flashinfer" for place in places if (place / "flashinfer").is_dir()), None)
     if root is None:
         return None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -67,8 +67,13 @@ def read_backends(installation: Installation) -> list[BackendFile]:
     return files
 
 
-def plan_patch(installation: Installation, strategy: Strategy) -> Patch:
+def plan_patch(installation: Installation, strategy: Strategy, order: Sequence[str] | None = None) -> Patch:
     """Work out a fix of files that have none.
+
+    Args:
+        installation: the SGLang to fix.
+        strategy: what is to read the pool.
+        order: names of the strategies that `auto` is to try, the first first; None for the dispatch's own order.
 
     Raises:
         UnknownCodeError: a backend that matters is not understood, half changed, or fixed without a journal.
@@ -85,12 +90,12 @@ def plan_patch(installation: Installation, strategy: Strategy) -> Patch:
         raise UnknownCodeError(f"{runner}: keeps no kv_cache_dtype for the plans to be given; nothing has been touched")
     changes = [_rewritten(installation, file) for file in fixable]
     for directory in sorted({change.path.parent for change in changes}):
-        changes += _added(installation, directory, strategy)
+        changes += _added(installation, directory, _companions(strategy, order))
     return Patch(installation, strategy, tuple(files), tuple(changes))
 
 
-def apply(installation: Installation, strategy: Strategy) -> Patch | None:
-    """Fix an installation; all its files or none.
+def apply(installation: Installation, strategy: Strategy, order: Sequence[str] | None = None) -> Patch | None:
+    """Fix an installation; all its files or none. The arguments are those of `plan_patch`.
 
     Returns:
         What was changed; None if this fix was there already.
@@ -105,7 +110,7 @@ def apply(installation: Installation, strategy: Strategy) -> Patch | None:
         record = journal.record()
         if record is not None:
             changed = journal.changed_since(record)
-            if not changed and _is_current(installation, record, strategy):
+            if not changed and _is_current(installation, record, _companions(strategy, order)):
                 return None
             if not changed:
                 journal.revert()
@@ -115,7 +120,7 @@ def apply(installation: Installation, strategy: Strategy) -> Patch | None:
             else:
                 # Another SGLang was installed over a fixed one: the journal is about files that are gone.
                 journal.forget()
-        patch = plan_patch(installation, strategy)
+        patch = plan_patch(installation, strategy, order)
         if patch.changes:
             journal.apply(patch.changes, sglang=installation.version, strategy=strategy.value)
         return patch
@@ -150,15 +155,18 @@ def _rewritten(installation: Installation, file: BackendFile) -> Change:
     return Change(file.path.relative_to(installation.root), file.source.module.bytes, after)
 
 
-def _companions(strategy: Strategy) -> dict[str, bytes]:
-    """What goes beside the backends, by file name: the dispatch, set to the strategy, and the kernel."""
-    template = (Path(__file__).parent / "dispatch.py").read_text(encoding="utf-8")
-    dispatch = re.sub(r'(?m)^STRATEGY = ".*"$', f'STRATEGY = "{strategy.value}"', template, count=1)
+def _companions(strategy: Strategy, order: Sequence[str] | None) -> dict[str, bytes]:
+    """What goes beside the backends, by file name: the dispatch, set to strategy and order, and the kernels."""
+    dispatch = (Path(__file__).parent / "dispatch.py").read_text(encoding="utf-8")
+    dispatch = re.sub(r"(?m)^STRATEGY = .*$", f'STRATEGY = "{strategy.value}"', dispatch, count=1)
+    if order is not None:
+        names = ", ".join(f'"{name}"' for name in order)
+        dispatch = re.sub(r"(?m)^ORDER = .*$", f"ORDER = ({names},)", dispatch, count=1)
     return {f"{DISPATCH}.py": dispatch.encode()} | {path.name: path.read_bytes() for path in kernel_files()}
 
 
-def _added(installation: Installation, directory: Path, strategy: Strategy) -> list[Change]:
-    added = [Change(directory / name, None, content) for name, content in _companions(strategy).items()]
+def _added(installation: Installation, directory: Path, companions: dict[str, bytes]) -> list[Change]:
+    added = [Change(directory / name, None, content) for name, content in companions.items()]
     for change in added:
         path = installation.root / change.path
         if path.exists():
@@ -166,10 +174,10 @@ def _added(installation: Installation, directory: Path, strategy: Strategy) -> l
     return added
 
 
-def _is_current(installation: Installation, record: Record, strategy: Strategy) -> bool:
-    """Whether an untouched fix is of this strategy and of this mla-diag."""
+def _is_current(installation: Installation, record: Record, companions: dict[str, bytes]) -> bool:
+    """Whether an untouched fix is of this strategy and order, and of this mla-diag."""
     added = [installation.root / entry.path for entry in record.files if entry.before is None]
-    return {path.name: path.read_bytes() for path in added} == _companions(strategy)
+    return {path.name: path.read_bytes() for path in added} == companions
 
 
 def _is_patched(path: Path) -> bool:

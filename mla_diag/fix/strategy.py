@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -36,22 +37,27 @@ class Outlook:
 
 
 def kernel_files() -> list[Path]:
-    """The files of mla-diag's kernel, to be copied beside the backends: mla_fp8.py and what it imports beside itself.
+    """The files of mla-diag's kernels, to be copied beside the backends.
 
-    None where this mla-diag comes without its kernel.
+    They are mla_fp8_operator.py, what it imports beside itself, and the CUDA sources of what has some. Empty where this
+    mla-diag comes without its kernels.
     """
     directory = Path(__file__).parents[1] / "kernels"
-    found: dict[str, Path] = {}
-    pending = ["mla_fp8"]
+    found: list[Path] = []
+    pending = [directory / "mla_fp8_operator.py"]
     while pending:
-        name = pending.pop()
-        path = directory / f"{name}.py"
-        if name in found or not path.exists():
+        path = pending.pop()
+        if path in found or not path.exists():
             continue
-        found[name] = path
-        imports = (node for node in ast.walk(ast.parse(path.read_bytes())) if isinstance(node, ast.ImportFrom))
-        pending += [node.module for node in imports if node.level == 1 and node.module is not None]
-    return list(found.values())
+        found.append(path)
+        if path.suffix == ".py":
+            imports = (node for node in ast.walk(ast.parse(path.read_bytes())) if isinstance(node, ast.ImportFrom))
+            pending += [directory / f"{node.module}.py" for node in imports if node.level == 1]
+            pending.append(path.with_suffix(".cu"))
+        else:
+            includes = re.findall(r'(?m)^#include "(.+)"$', path.read_text(encoding="utf-8"))
+            pending += [directory / name for name in includes]
+    return found
 
 
 def outlooks(gpu: Gpu | None, flashinfer: FlashInfer | None) -> list[Outlook]:
@@ -72,7 +78,7 @@ def check(chosen: Strategy, ways: list[Outlook]) -> None:
 
 def _kernel(gpu: Gpu | None) -> Outlook:
     if not kernel_files():
-        return Outlook(Strategy.KERNEL, False, "this mla-diag comes without its kernel, kernels/mla_fp8.py")
+        return Outlook(Strategy.KERNEL, False, "this mla-diag comes without its kernels, kernels/mla_fp8_operator.py")
     if gpu is not None and gpu.capability < (8, 0):
         return Outlook(Strategy.KERNEL, False, f"it needs SM80 or newer, not {_named(gpu)}")
     why = "reads the FP8 pool as it lies, in both backends, in CUDA graphs too"

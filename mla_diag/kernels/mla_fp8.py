@@ -1,7 +1,7 @@
 """Absorbed MLA attention that reads an FP8 (e4m3) paged pool as it lies, for decode and multi-token extend.
 
 This file and mla_fp8_triton.py import torch, Triton and each other only: `mla-diag fix --apply` copies the two beside
-SGLang's attention backends.
+SGLang's attention backends, with Hopper's own kernel and mla_fp8_operator.py, which takes one or the other.
 
 The keys of a request are split so that the card is full (flash decoding). Which program does what is planned on the
 device, from lengths that the host never sees: a captured CUDA graph fits any lengths of its batch. The plan depends on

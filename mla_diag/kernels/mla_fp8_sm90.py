@@ -1,7 +1,8 @@
 """Absorbed MLA attention over an FP8 (e4m3) paged pool on Hopper: the operator around `mla_fp8_sm90.cu`.
 
 The same operator as the Triton one in `mla_fp8`, for compute capability 9.0 alone and faster there. `unavailable()`
-says whether it can run; docs/kernel-log.md has what it gains and why it is built as it is (issue 6).
+says whether it can run; docs/kernel-log.md has what it gains and why it is built as it is (issue 6). `mla-diag fix
+--apply` copies this file, its sources and mla_fp8_cuda.py beside SGLang's attention backends.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ from pathlib import Path
 
 import torch
 
-from mla_diag.kernels.cuda import CudaError, Kernel, Module, build
+# Relative, because a copy beside SGLang's backends lies in another package.
+from .mla_fp8_cuda import CudaError, Kernel, Module, build
 
 __all__ = ["TILES", "Tile", "mla_fp8_sm90", "unavailable", "workspace_bytes"]
 

@@ -1,6 +1,6 @@
 // What mla_fp8_sm90.cu works on: its parameters, and which part of the work is whose.
 #pragma once
-#include "sm90_ptx.cuh"
+#include "mla_fp8_sm90_ptx.cuh"
 
 constexpr int LATENT = 512, ROPE = 64, WIDTH = LATENT + ROPE;
 constexpr int TOKENS = 64;  // of one KV tile: the 64 rows of one wgmma
@@ -61,16 +61,18 @@ struct Piece {
 
 // An item is a (request, row tile) with tokens to see. All items are laid end to end and cut every `quota` tiles. Cut
 // evenly, most blocks get the end of one item and the start of the next, and pay twice for a query and a result. So
-// when lengths are about equal each item is padded to `padded` tiles, a multiple of the quota, and no block gets two.
+// when lengths are about equal each item is padded to `padded` tiles, and a quota is a whole part of one item or, with
+// more items than blocks, a number of whole items, which then need no combining.
 struct Schedule {
   int quota, padded;
 
   __device__ Schedule(int blocks, int items, int total, int longest) : quota((total + blocks - 1) / blocks), padded(0) {
-    if (items == 0 || items > blocks) return;
-    const int parts = blocks / items, whole = (longest + parts - 1) / parts;
-    if (whole > quota + PIECE_COST) return;
-    quota = whole;
-    padded = (longest + whole - 1) / whole * whole;
+    if (items == 0) return;
+    const int parts = max(1, blocks / items), part = (longest + parts - 1) / parts;
+    const int aligned = part * ((items + blocks - 1) / blocks);
+    if (aligned > quota + PIECE_COST) return;
+    quota = aligned;
+    padded = (longest + part - 1) / part * part;
   }
   __device__ explicit Schedule(const int* stored) : quota(stored[0]), padded(stored[1]) {}
 

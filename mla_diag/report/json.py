@@ -8,13 +8,14 @@ import msgspec
 
 if TYPE_CHECKING:
     from mla_diag.bench.kernel_record import Record
+    from mla_diag.bench.server import ServerBench
     from mla_diag.diagnose.compare import Comparison
     from mla_diag.diagnose.diagnosis import Diagnosis
     from mla_diag.fix.account import FixAccount
     from mla_diag.server.exposure import Exposure
 
 
-def render_json(report: Diagnosis | Comparison | Exposure | FixAccount | Record) -> str:
+def render_json(report: Diagnosis | Comparison | Exposure | FixAccount | Record | ServerBench) -> str:
     """A report as indented JSON text, ending in a newline.
 
     Schema version and tool come first, so that a reader can decide what to make of the rest.

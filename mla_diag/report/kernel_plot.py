@@ -6,7 +6,8 @@ import io
 from importlib.util import find_spec
 from typing import Any
 
-from mla_diag.bench.kernel_record import Record, Row, Shape
+from mla_diag.bench.kernel_record import Record
+from mla_diag.bench.rows import Row, Shape
 from mla_diag.errors import UsageError
 
 # Colours that people with any colour vision tell apart (Okabe and Ito), the strong ones for mla-diag's own kernels.

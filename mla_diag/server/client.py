@@ -9,7 +9,8 @@ from __future__ import annotations
 import ipaddress
 import ssl
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple
@@ -21,6 +22,7 @@ from mla_diag.errors import RefusedError, ServerError, ServerGoneError, UsageErr
 from mla_diag.server.secrets import REDACTED, without_secrets
 
 _SHOWN = 200  # characters of an answer that an error quotes
+_EVENT, _LAST_EVENT = "data: ", "data: [DONE]"  # of a stream
 _PAUSE = 0.5
 _LAST_PORT = 65535
 _POLL = 5.0
@@ -155,6 +157,21 @@ class Client:
         except (httpx.HTTPError, RuntimeError):
             return False
 
+    def is_ready(self) -> bool:
+        """Whether a server that is starting takes requests: it answers for itself, and calls itself healthy.
+
+        Raises:
+            RefusedError: It answers, but not to us.
+        """
+        try:
+            self.server_info()
+            # Says 503 until the server's own warm-up is through; releases without that say 200 or have none.
+            return self._send("GET", "health", self.timeouts.answer).status_code < httpx.codes.INTERNAL_SERVER_ERROR
+        except RefusedError:
+            raise
+        except ServerError:
+            return False
+
     def wait_until_responsive(self, limit: float, on_wait: OnWait | None = None) -> None:
         """Wait while the server answers nothing or 503, as it does while it exports a trace.
 
@@ -186,6 +203,30 @@ class Client:
         response = self._send("POST", "generate", self.timeouts.generate, request)
         self._check(response, "generate")
         return _decoded(response)
+
+    def stream(self, request: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+        """Run some prompts and yield what comes of them as it comes; of several, `index` says whose it is.
+
+        Raises:
+            ServerError: The server refused or did not finish them.
+        """
+        timeout = self._timeout(self.timeouts.generate)
+        with (
+            self._explained("generate", self.timeouts.generate),
+            self._http.stream(
+                "POST", self._endpoint("generate"), json={**request, "stream": True}, timeout=timeout
+            ) as response,
+        ):
+            if not response.is_success:
+                response.read()
+            self._check(response, "generate")
+            for line in response.iter_lines():
+                if not line.startswith(_EVENT) or line == _LAST_EVENT:
+                    continue
+                event = _parsed(line.removeprefix(_EVENT).encode())
+                if not isinstance(event, dict) or "error" in event:
+                    raise self._stream_error(event)
+                yield event
 
     def abort(self, request_id: str) -> None:
         """Stop one prompt of `generate`; says nothing if that fails, because it is only kind to."""
@@ -226,9 +267,16 @@ class Client:
         return httpx.Timeout(answer, connect=self.timeouts.connect)
 
     def _send(self, method: str, path: str, answer: float, body: Mapping[str, Any] | None = None) -> httpx.Response:
+        with self._explained(path, answer):
+            return self._http.request(method, self._endpoint(path), json=body, timeout=self._timeout(answer))
+
+    @contextmanager
+    def _explained(self, path: str, answer: float) -> Iterator[None]:
+        """Turn what can go wrong with a request into one line."""
         # The errors of httpx can hold the request and with it the key, so none of them is chained.
         try:
-            return self._http.request(method, self._endpoint(path), json=body, timeout=self._timeout(answer))
+            yield
+            return
         except httpx.ConnectTimeout:
             problem = f"no connection within {self.timeouts.connect:g} s; check the host and what lies between"
         except httpx.TimeoutException:
@@ -256,7 +304,16 @@ class Client:
             raise RefusedError(f"{self.url}: has no /{path} (HTTP 404); check the port and the path of --url")
         if not response.is_success:
             said = self._hidden(_one_line(response.text)) or "without a reason"
-            raise ServerError(f"{self.url}: /{path} failed with HTTP {status}: {said}")
+            kind = RefusedError if status == httpx.codes.BAD_REQUEST else ServerError
+            raise kind(f"{self.url}: /{path} failed with HTTP {status}: {said}")
+
+    def _stream_error(self, event: Any) -> ServerError:
+        """What a stream says once its status has gone out as 200."""
+        error = event.get("error") if isinstance(event, dict) else None
+        details = error if isinstance(error, dict) else {}
+        said = self._hidden(_one_line(str(details.get("message") or error or ""))) or "without a reason"
+        kind = RefusedError if details.get("code") == httpx.codes.BAD_REQUEST else ServerError
+        return kind(f"{self.url}: /generate failed: {said}")
 
     def _hidden(self, text: str) -> str:
         return text.replace(self._key, REDACTED) if self._key else text
@@ -288,8 +345,12 @@ def _connect_problem(message: str) -> str:
 
 
 def _decoded(response: httpx.Response) -> Any:
+    return _parsed(response.content)
+
+
+def _parsed(text: bytes) -> Any:
     try:
-        return msgspec.json.decode(response.content)
+        return msgspec.json.decode(text)
     except msgspec.DecodeError:
         return None
 

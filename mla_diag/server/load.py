@@ -100,7 +100,7 @@ class Load:
         self.error: ServerError | None = None
         self._client = client
         self._count = plan.batch * replicas
-        self._prefixes = [_tokens(plan.cached_len) for _ in range(self._count)]
+        self._prefixes = [random_tokens(plan.cached_len) for _ in range(self._count)]
         self._ids = [f"mla-diag-{uuid.uuid4().hex}" for _ in range(self._count)]
         self._stopped = threading.Event()
         # Not the thread's own state: Ctrl-C in a join with a timeout makes a thread that runs look dead (Python 3.11).
@@ -114,7 +114,7 @@ class Load:
             ServerError: It refused.
         """
         if self.plan.cached_len:
-            self._client.generate(_request(self._prefixes, 1))
+            self._client.generate(generate_request(self._prefixes, 1))
 
     def start(self) -> None:
         """Send the wave."""
@@ -146,20 +146,21 @@ class Load:
 
     def _run(self) -> None:
         suffix_len = self.plan.input_len - self.plan.cached_len
-        prompts = [prefix + _tokens(suffix_len) for prefix in self._prefixes]
+        prompts = [prefix + random_tokens(suffix_len) for prefix in self._prefixes]
         try:
-            self._client.generate({**_request(prompts, self.plan.output_len), "rid": self._ids})
+            self._client.generate({**generate_request(prompts, self.plan.output_len), "rid": self._ids})
         except ServerError as error:
             self.error = error
         finally:
             self._ended.set()
 
 
-def _request(prompts: list[list[int]], new_tokens: int) -> dict[str, Any]:
+def generate_request(prompts: list[list[int]], new_tokens: int) -> dict[str, Any]:
+    """What asks `/generate` for so many tokens of each prompt, and no fewer."""
     sampling = {"max_new_tokens": new_tokens, "ignore_eos": True, "temperature": 0}
     return {"input_ids": prompts, "sampling_params": sampling}
 
 
-def _tokens(count: int) -> list[int]:
+def random_tokens(count: int) -> list[int]:
     """Tokens that no cached prompt begins with."""
     return random.choices(_TOKENS, k=count)

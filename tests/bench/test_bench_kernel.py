@@ -5,7 +5,8 @@ from dataclasses import asdict
 import pytest
 import torch
 
-from mla_diag.bench.kernel import ALTERNATIVES, Case, Ceilings, Row, Shape, bench_kernels
+from mla_diag.bench.kernel import ALTERNATIVES, STRATEGIES, Case, bench_kernels
+from mla_diag.bench.rows import Ceilings, Row, Shape
 
 H200 = Ceilings(bandwidth=4.25e12, matmul=786e12)
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -43,13 +44,19 @@ def test_the_error_is_the_kernels(case):
     assert case.error(lambda: step() * 1.01) > 5e-3
 
 
+def test_the_fixs_kernel_is_held_to_the_same(case):
+    assert case.error(STRATEGIES["kernel"](case)) < 5e-3
+
+
 def test_an_output_left_unwritten_is_an_error(case):
-    assert case.error(lambda: case.out) != case.error(lambda: case.out)  # NaN, from the poison
+    with pytest.raises(ArithmeticError, match="not finite"):
+        case.error(lambda: case.out)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("flashinfer") is not None, reason="FlashInfer is installed")
 def test_what_is_not_installed_is_a_row_with_a_reason():
-    rows = list(bench_kernels([Shape(4, 1, 20)], H200, ["bf16 pool", "native fp8"], pool_rows=64, device="cpu"))
+    wanted = {name: ALTERNATIVES[name] for name in ("bf16 pool", "native fp8")}
+    rows = list(bench_kernels([Shape(4, 1, 20)], H200, wanted, pool_rows=64, device="cpu"))
     assert [row.us for row in rows] == [None, None]
     assert all("flashinfer" in row.reason for row in rows)
 

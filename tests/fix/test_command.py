@@ -17,10 +17,11 @@ from mla_diag.commands import fix
 from mla_diag.commands.common import Format
 from mla_diag.errors import MlaDiagError, UnknownCodeError, UsageError
 from mla_diag.fix.account import FixAccount
-from mla_diag.fix.locate import Installation
+from mla_diag.fix.locate import Installation, find_installation
 from mla_diag.fix.strategy import Strategy
+from tests.bench.serving_python import serving_python
 from tests.commands.invoke import Invoke
-from tests.fix.conftest import CSR, PAGE_TABLE, contents, edit
+from tests.fix.conftest import CSR, PAGE_TABLE, contents, edit, install
 
 GIT = shutil.which("git")
 
@@ -73,7 +74,9 @@ def test_apply_verify_revert(installation: Installation) -> None:
     applied = run(installation, apply=True)
     assert "applied: 2 files rewritten" in applied
     assert "restart it" in applied
-    assert "no GPU here, so the gain was not measured" in applied
+    assert "no GPU here, so nothing was measured" in applied
+    assert "auto takes the first that works: kernel, native, gather" in applied
+    assert "mla-diag bench server --url http://localhost:30000" in applied
     assert "nothing has been changed" in run(installation, apply=True)
     proof = run(installation, verify=True)
     assert "FAIL" not in proof
@@ -198,3 +201,92 @@ def test_json_on_the_command_line(
     assert (result.returncode, json.loads(result.stdout)["outcome"]) == (1, "not-fixed")
     assert result.stderr.startswith(f"mla-diag: {installation.root}: not fixed")
     assert invoke("fix", "--sglang", installation.root, "--format", "xml").returncode == 2
+
+
+# ---- on a machine with a GPU, by a made-up nvidia-smi and server's Python --------------------------------------------
+
+
+@pytest.fixture
+def _h200(tmp_path: Path) -> None:
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text("#!/bin/sh\necho NVIDIA H200, 9.0\n")
+    tool.chmod(0o755)
+
+
+def in_a_venv(directory: Path, **behaviour: float | str) -> Installation:
+    """An SGLang with a FlashInfer that has an FP8 MLA, and a Python that answers as `behaviour` says."""
+    site = directory / "venv" / "lib" / "python3.11" / "site-packages"
+    root = install(site)
+    (site / "flashinfer").mkdir()
+    (site / "flashinfer" / "mla.py").write_text(
+        "class BatchMLAPagedAttentionWrapper:\n    def run(self, q_nope, ckv_scale): ...\n"
+    )
+    serving_python(directory / "venv" / "bin" / "python3.11", **behaviour)
+    return find_installation(root)
+
+
+def dispatch_of(installation: Installation) -> str:
+    return (installation.root / "srt/layers/attention/mla_fp8_dispatch.py").read_text()
+
+
+@pytest.mark.usefixtures("_h200")
+def test_apply_measures_and_writes_the_order_down(tmp_path: Path) -> None:
+    installation = in_a_venv(tmp_path, kernel=20.0, native=15.0, gather="wrong", cast=900.0)
+    text = run(installation, apply=True)
+    assert "measuring kernel, native, gather, cast with " in text
+    assert "NVIDIA H200: copies at 4.00 TB/s, BF16 products at 700 TFLOP/s" in text
+    assert "   16     1    2048  native               15.0    1.50 x   1.7e-03" in text
+    assert "gather: fails: at 1 x 32768, 16 heads, its relative error is 3.0e-02, not under 2e-03" in text
+    assert "auto takes the first that works: native, kernel\n" in text
+    assert 'ORDER = ("native", "kernel",)' in dispatch_of(installation)
+    assert "fixed already" in run(installation, apply=True)
+
+
+@pytest.mark.usefixtures("_h200")
+def test_json_has_the_measured_order(tmp_path: Path) -> None:
+    applied = account(in_a_venv(tmp_path, kernel=20.0, native=15.0, gather="wrong", cast=900.0), apply=True)
+    assert (applied["outcome"], applied["order"]) == ("applied", ["native", "kernel"])
+    assert applied["gpu"] == {"name": "NVIDIA H200", "capability": [9, 0]}
+
+
+@pytest.mark.usefixtures("_h200")
+def test_a_chosen_strategy_stays_if_it_is_right(tmp_path: Path) -> None:
+    installation = in_a_venv(tmp_path, kernel=20.0, native=15.0, cast=900.0)
+    run(installation, apply=True, strategy=Strategy.KERNEL)
+    assert 'STRATEGY = "kernel"' in dispatch_of(installation)
+
+
+@pytest.mark.usefixtures("_h200")
+def test_a_chosen_strategy_that_fails_is_refused_before_anything_is_touched(tmp_path: Path) -> None:
+    installation = in_a_venv(tmp_path, native="crash")
+    before = contents(installation.root)
+    with pytest.raises(
+        UsageError, match=r"^--strategy native: measured here, it fails: it was killed by SIGSEGV; noth"
+    ):
+        run(installation, apply=True, strategy=Strategy.NATIVE)
+    assert contents(installation.root) == before
+
+
+@pytest.mark.usefixtures("_h200")
+def test_what_raises_with_brackets_in_its_words_is_printed_as_it_is(tmp_path: Path) -> None:
+    text = run(in_a_venv(tmp_path, native="raises", kernel="slower"), apply=True)
+    assert "native: fails: at 1 x 2048, 16 heads, RuntimeError: [no] kernel image" in text
+    assert "kernel: the Triton kernel in place of Hopper's own, which is faster: no compiler" in text
+
+
+@pytest.mark.usefixtures("_h200")
+def test_where_nothing_can_be_measured_the_usual_order_is_taken(tmp_path: Path) -> None:
+    installation = in_a_venv(tmp_path, kernel="no torch")
+    text = run(installation, apply=True)
+    assert "\nnot measured: ModuleNotFoundError: No module named 'torch'\n" in text
+    assert "auto takes the first that works: kernel, native, gather\n" in text
+    assert 'ORDER = ("kernel", "native", "gather")' in dispatch_of(installation)
+
+
+@pytest.mark.usefixtures("_h200")
+def test_code_that_is_not_understood_is_said_before_minutes_of_measuring(tmp_path: Path) -> None:
+    installation = in_a_venv(tmp_path)
+    edit(installation.root, CSR, "        return o.view(-1", "        log(k_buf)\n        return o.view(-1")
+    with pytest.raises(UnknownCodeError):
+        run(installation, apply=True)
+    assert not list(tmp_path.rglob("*.asked"))

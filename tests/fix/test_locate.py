@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import stat
+import sys
 from pathlib import Path
 
 import pytest
 
 from mla_diag.errors import UsageError
 from mla_diag.fix import locate
-from mla_diag.fix.locate import find_gpu, find_installation
+from mla_diag.fix.locate import find_gpu, find_installation, find_installation_of, find_python
 from tests.fix.conftest import CSR, PAGE_TABLE, install
 
 
@@ -56,6 +58,27 @@ def test_place_without_sglang_says_what_to_do(tmp_path: Path) -> None:
         find_installation(tmp_path)
     with pytest.raises(UsageError, match="no such directory"):
         find_installation(tmp_path / "nowhere")
+
+
+def test_another_python_is_asked_and_imports_nothing(tmp_path: Path) -> None:
+    """As for a checkout on PYTHONPATH with its FlashInfer elsewhere."""
+    root, other = install(tmp_path / "checkout"), tmp_path / "other"
+    for package in (root, other / "flashinfer"):
+        package.mkdir(parents=True, exist_ok=True)
+        (package / "__init__.py").write_text("raise RuntimeError('imported')\n")
+    (other / "flashinfer" / "version.py").write_text('__version__ = "0.6.15"\n')
+    found = find_installation_of(sys.executable, os.environ | {"PYTHONPATH": f"{root.parent}:{other}"})
+    assert (found.root, found.version) == (root, "0.5.17")
+    assert found.flashinfer is not None
+    assert (found.flashinfer.root, found.flashinfer.version) == (other / "flashinfer", "0.6.15")
+
+
+def test_another_python_without_sglang_says_what_to_do(tmp_path: Path) -> None:
+    (tmp_path / "sglang").mkdir()  # a directory of that name is none
+    with pytest.raises(UsageError, match="has no SGLang; name the one that the server runs with --sglang"):
+        find_installation_of(sys.executable, os.environ | {"PYTHONPATH": str(tmp_path)})
+    with pytest.raises(UsageError, match="does not say where its SGLang is"):
+        find_installation_of("/bin/false", os.environ)
 
 
 def test_active_environment_is_searched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -146,3 +169,53 @@ def test_gpu_as_nvidia_smi_tells_it(
 def test_no_nvidia_smi_is_no_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     assert find_gpu() is None
+
+
+def executable(path: Path) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("#!/bin/sh\n")
+    path.chmod(0o755)
+    return path
+
+
+def test_the_python_of_a_venv_is_its_own(tmp_path: Path) -> None:
+    root = install(tmp_path / "venv" / "lib" / "python3.11" / "site-packages")
+    python = executable(tmp_path / "venv" / "bin" / "python3.11")
+    for named in (tmp_path / "venv", root):
+        assert find_python(find_installation(named), named) == (python, ())
+
+
+def test_the_python_of_a_mount_is_one_of_its_version_with_the_mounts_packages(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = install(tmp_path / "mount" / "usr" / "local" / "lib" / "python3.12" / "dist-packages")
+    python = executable(tmp_path / "bin" / "python3.12")
+    monkeypatch.setenv("PATH", str(python.parent))
+    assert find_python(find_installation(tmp_path / "mount"), tmp_path / "mount") == (python, (root.parent,))
+
+
+def test_the_python_of_a_directory_of_packages_is_this_one(tmp_path: Path) -> None:
+    installation = find_installation(install(tmp_path))
+    assert find_python(installation, tmp_path) == (Path(sys.executable), (tmp_path,))
+
+
+def test_the_python_of_packages_on_the_path_is_this_one_as_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    assert find_python(find_installation(install(tmp_path))) == (Path(sys.executable), ())
+
+
+def test_the_python_of_a_checkout_is_of_the_environment_it_is_installed_into(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkout = install(tmp_path / "checkout" / "python")
+    record = tmp_path / "venv/lib/python3.11/site-packages/sglang-0.5.17.dist-info/direct_url.json"
+    record.parent.mkdir(parents=True)
+    record.write_text(json.dumps({"url": f"file://{checkout.parent}", "dir_info": {"editable": True}}))
+    python = executable(tmp_path / "venv" / "bin" / "python")
+    installation = find_installation(tmp_path / "venv")
+    assert installation.root == checkout
+    assert find_python(installation, tmp_path / "venv") == (python, ())
+    monkeypatch.setenv("VIRTUAL_ENV", str(tmp_path / "venv"))
+    assert find_python(installation) == (python, ())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
@@ -14,7 +15,7 @@ from mla_diag.errors import UnknownCodeError
 from mla_diag.fix.journal import Journal, JournalError
 from mla_diag.fix.locate import Installation
 from mla_diag.fix.patch import apply, plan_patch, revert
-from mla_diag.fix.strategy import Strategy
+from mla_diag.fix.strategy import Strategy, kernel_files
 from mla_diag.fix.verify import verify
 from tests.fix.conftest import CSR, DATA, PAGE_TABLE, contents, edit
 
@@ -27,6 +28,63 @@ def test_apply_verify_revert(installation: Installation) -> None:
     assert patch is not None
     assert {str(change.path) for change in patch.changes} >= {CSR, PAGE_TABLE, DISPATCH}
     assert b'\nSTRATEGY = "gather"\n' in (installation.root / DISPATCH).read_bytes()
+    assert verify(installation).holds
+    revert(installation)
+    assert contents(installation.root) == before
+
+
+def test_both_kernels_go_beside_the_backends_and_come_away_again(installation: Installation) -> None:
+    attention = (installation.root / DISPATCH).parent
+    before = set(attention.iterdir())
+    apply(installation, Strategy.AUTO)
+    added = {path.name: path.read_bytes() for path in set(attention.iterdir()) - before}
+    added.pop(Path(DISPATCH).name)
+    assert added == {path.name: path.read_bytes() for path in kernel_files()}
+    kept = [Path(entry.path).name for entry in Journal(installation.root).record().files if entry.before is None]
+    assert set(kept) == {*added, Path(DISPATCH).name}
+    (attention / "mla_fp8_sm90.cu").write_text("// edited\n")
+    wrong = [verdict for verdict in verify(installation).verdicts if verdict.holds is False]
+    assert [verdict.path.name for verdict in wrong] == ["mla_fp8_sm90.cu"]
+    with pytest.raises(JournalError, match=r"mla_fp8_sm90\.cu: changed by something else"):
+        revert(installation)
+    (attention / "mla_fp8_sm90.cu").write_bytes(added["mla_fp8_sm90.cu"])
+    revert(installation)
+    assert set(attention.iterdir()) == before
+
+
+def test_copied_kernels_run_and_build_in_the_other_package(installation: Installation) -> None:
+    """In a process that has SGLang's directory and not mla-diag: attention, and where there is a compiler, a cubin."""
+    pytest.importorskip("torch")
+    apply(installation, Strategy.AUTO)
+    program = """
+        import sys, torch
+        sys.modules["mla_diag"] = None  # what is copied must not need it
+        from sglang.srt.layers.attention import mla_fp8_cuda, mla_fp8_operator, mla_fp8_sm90
+        pool = torch.randn(8, 1, 576).to(torch.float8_e4m3fn)
+        query = torch.randn(1, 4, 576).bfloat16()
+        indptr, indices = torch.tensor([0, 5]).int(), torch.tensor([7, 3, 1, 0, 2]).int()
+        out, _ = mla_fp8_operator.attend(query, pool, sm_scale=0.1, kv_indptr=indptr, kv_indices=indices)
+        keys = pool[indices.long(), 0].float()
+        want = (query[0].float() @ keys.T * 0.1).softmax(-1) @ keys[:, :512]
+        assert (out[0].float() - want).norm() < 1e-2 * want.norm()
+        if mla_fp8_cuda.compiler() is not None:
+            for tile in mla_fp8_sm90.TILES.values():
+                assert mla_fp8_cuda.build(mla_fp8_sm90.SOURCE, "sm_90a", tile.defines).startswith(b"\x7fELF")
+    """
+    site = installation.root.parent
+    environment = os.environ | {"PYTHONPATH": str(site), "TRITON_INTERPRET": "1", "XDG_CACHE_HOME": str(site / "cache")}
+    command = [sys.executable, "-c", textwrap.dedent(program)]
+    result = subprocess.run(command, cwd=site, env=environment, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+
+
+def test_another_order_is_another_fix(installation: Installation) -> None:
+    before = contents(installation.root)
+    apply(installation, Strategy.AUTO)
+    assert b'\nORDER = ("kernel", "native", "gather")\n' in (installation.root / DISPATCH).read_bytes()
+    assert apply(installation, Strategy.AUTO, ("gather",)) is not None
+    assert b'\nORDER = ("gather",)\n' in (installation.root / DISPATCH).read_bytes()
+    assert apply(installation, Strategy.AUTO, ("gather",)) is None
     assert verify(installation).holds
     revert(installation)
     assert contents(installation.root) == before
@@ -55,7 +113,7 @@ def test_two_applies_at_once_leave_one_fix(installation: Installation) -> None:
         from mla_diag.fix.journal import JournalError
         from mla_diag.fix.locate import find_installation
         from mla_diag.fix.patch import apply
-        from mla_diag.fix.strategy import Strategy
+        from mla_diag.fix.strategy import Strategy, kernel_files
         try:
             apply(find_installation(Path({str(installation.root)!r})), Strategy.AUTO)
         except JournalError as error:

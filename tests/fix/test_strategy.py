@@ -35,26 +35,41 @@ def test_native(gpu: Gpu | None, flashinfer: FlashInfer | None, works: bool | No
     assert why in native.why
 
 
-@pytest.mark.skipif(not kernel_files(), reason="this checkout has no kernel")
 @pytest.mark.parametrize(("gpu", "works"), [(H200, True), (A100, True), (V100, False), (None, None)])
 def test_kernel(gpu: Gpu | None, works: bool | None) -> None:
     kernel = next(way for way in outlooks(gpu, None) if way.strategy is Strategy.KERNEL)
     assert kernel.works is works
 
 
-@pytest.mark.skipif(not kernel_files(), reason="this checkout has no kernel")
-def test_what_is_copied_needs_nothing_of_mla_diag() -> None:
-    names = [path.name for path in kernel_files()]
-    assert names[0] == "mla_fp8.py"
-    for path in (*kernel_files(), Path(dispatch.__file__)):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.ImportFrom) and node.level == 1:
-                assert f"{node.module}.py" in names
-            elif isinstance(node, ast.Import | ast.ImportFrom):
-                modules = (
-                    [node.module or ""] if isinstance(node, ast.ImportFrom) else [each.name for each in node.names]
-                )
-                assert not any(module.startswith("mla_diag") for module in modules)
+COPIED = (*kernel_files(), Path(dispatch.__file__))
+COPIED_PYTHON = [path for path in COPIED if path.suffix == ".py"]
+
+
+def test_both_kernels_are_copied_with_all_their_sources() -> None:
+    python = {"mla_fp8_operator.py", "mla_fp8.py", "mla_fp8_triton.py", "mla_fp8_sm90.py", "mla_fp8_cuda.py"}
+    cuda = {"mla_fp8_sm90.cu", "mla_fp8_sm90_tile.cuh", "mla_fp8_sm90_schedule.cuh", "mla_fp8_sm90_ptx.cuh"}
+    assert {path.name for path in kernel_files()} == python | cuda
+    # SGLang has no such names beside its backends, and whoever looks there sees what belongs together.
+    assert all(path.name.startswith("mla_fp8") for path in kernel_files())
+
+
+@pytest.mark.parametrize("path", COPIED_PYTHON, ids=lambda path: path.name)
+def test_what_is_copied_needs_nothing_of_mla_diag(path: Path) -> None:
+    names = {each.name for each in kernel_files()}
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.level == 1:
+            assert f"{node.module}.py" in names
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            modules = [node.module or ""] if isinstance(node, ast.ImportFrom) else [each.name for each in node.names]
+            assert not any(module.startswith("mla_diag") for module in modules)
+
+
+@pytest.mark.parametrize("path", COPIED_PYTHON, ids=lambda path: path.name)
+def test_what_is_copied_keeps_to_python_3_9(path: Path) -> None:
+    # SGLang before 0.5.1 may run on it.
+    tree = ast.parse(path.read_text(), feature_version=(3, 9))
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    assert not [node for node in calls if any(keyword.arg == "strict" for keyword in node.keywords)]
 
 
 def test_gather_says_what_it_cannot() -> None:

@@ -12,7 +12,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from mla_diag.kernels import cuda, mla_fp8_sm90  # noqa: E402
+from mla_diag.kernels import mla_fp8_cuda as cuda  # noqa: E402
+from mla_diag.kernels import mla_fp8_sm90  # noqa: E402
 from mla_diag.kernels.mla_fp8_sm90 import LATENT, ROPE, SOURCE, TILES, WIDTH, Tile, choose_tile  # noqa: E402
 
 SHARED_OF_A_MULTIPROCESSOR, RESERVED_FOR_A_BLOCK = 233_472, 1024  # Hopper

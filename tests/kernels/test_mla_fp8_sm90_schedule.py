@@ -45,8 +45,8 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("schedule")
     header = folder / "schedule.h"
     text = HEADER.read_text()
-    assert '#include "sm90_ptx.cuh"' in text
-    header.write_text(text.replace('#include "sm90_ptx.cuh"', ""))
+    assert '#include "mla_fp8_sm90_ptx.cuh"' in text
+    header.write_text(text.replace('#include "mla_fp8_sm90_ptx.cuh"', ""))
     command = [
         str(COMPILER),
         "-std=c++17",
@@ -116,6 +116,14 @@ def test_equal_lengths(program: Path, batch: int, length: int) -> None:
     assert max(work) <= -(-batch * tiles // 132) + 4
     if batch <= 132:
         assert len({piece.block for piece in made.pieces}) == len(made.pieces)
+
+
+def test_with_more_items_than_blocks_a_block_gets_whole_ones(program: Path) -> None:
+    """Cut evenly, 256 items of 64 tiles would give each of 132 blocks 125 tiles in three pieces; two whole are 128."""
+    requests = [(1, 4096)] * 256
+    made = plan(program, 132, 16, requests)
+    check(made, requests, 16)
+    assert {piece.slot for piece in made.pieces} == {-1}
 
 
 def test_one_long_request_among_many_is_shared(program: Path) -> None:

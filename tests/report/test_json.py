@@ -11,7 +11,8 @@ import msgspec
 import pytest
 
 import mla_diag
-from mla_diag.bench import kernel_record
+from mla_diag.bench import kernel_record, measure, rows
+from mla_diag.bench import server as server_bench
 from mla_diag.diagnose import compare as comparison
 from mla_diag.diagnose import diagnosis as schema
 from mla_diag.diagnose import gap
@@ -56,7 +57,14 @@ TABLES = {
     "## The fix: changes": account.ChangeEntry,
     "## The fix: verdicts": account.VerdictEntry,
     "## The kernel benchmark": kernel_record.Record,
-    "## The kernel benchmark: rows": kernel_record.Row,
+    "## The kernel benchmark: rows": rows.Row,
+    "## The benchmark of a server": server_bench.ServerBench,
+    "## The benchmark of a server: before": server_bench.ServerSide,
+    "## The benchmark of a server: rows": measure.Measured,
+    "## The benchmark of a server: left_out": measure.LeftOut,
+    "## The benchmark of a server: row": measure.Row,
+    "## The benchmark of a server: figures": measure.Spread,
+    "## The benchmark of a server: gains": server_bench.Gain,
 }
 
 
@@ -71,8 +79,10 @@ def documented_fields() -> dict[str, list[str]]:
     for line in DOCUMENT.read_text().splitlines():
         if line.startswith("## "):
             heading = table = line
-        elif below := re.match(r"(?:Each of )?(?:its )?`(\w+)`.*:", line):
-            table = f"{heading}: {below[1]}"
+        elif line.endswith(":") and not line.endswith("and these:") and not line.startswith("|"):
+            # By the first field that it names, else by its last word: "Each of `rows`:", "Each of the three figures:".
+            named = re.findall(r"`(\w+)`", line) or re.findall(r"(\w+):$", line)
+            table = f"{heading}: {named[0]}"
         elif field := re.match(r"\| `(\w+)` \|", line):
             found.setdefault(table, []).append(field[1])
     return found

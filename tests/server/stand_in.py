@@ -1,10 +1,12 @@
 """A small HTTP server that keeps SGLang's protocol and can be told to break it in each way that was reported.
 
 It is real HTTP on a real port. What it profiles is recordings: their files are written where and when SGLang would.
+As a program, `python stand_in.py --port PORT ATTRIBUTES`, it takes its attributes as JSON and runs until it is ended.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import shutil
 import ssl
@@ -47,6 +49,11 @@ class StandIn:
         dies_in: Endpoint at whose first request it goes away.
         lingers: Whether a wave goes on after its profile, until it is aborted.
         old: Whether only /get_server_info is known.
+        port: Where it listens; 0 for any.
+        token_seconds: What a decode step takes.
+        prefill_seconds: What a prefill takes.
+        together: Requests of a wave that it runs at once; the others wait for their end. 0 for all.
+        most_tokens: New tokens that a request gets at most.
         certificate: For TLS.
         requests: What it was asked: method, path, headers, body.
     """
@@ -61,6 +68,11 @@ class StandIn:
     dies_in: str | None = None
     lingers: bool = False
     old: bool = False
+    port: int = 0
+    token_seconds: float = 0.0
+    prefill_seconds: float = 0.0
+    together: int = 0
+    most_tokens: int = 1 << 20
     certificate: tuple[Path, Path] | None = None
     requests: list[tuple[str, str, dict[str, str], Any]] = field(default_factory=list)
     profile: dict[str, Any] | None = None
@@ -84,7 +96,7 @@ class StandIn:
             def log_message(self, *_: object) -> None:
                 pass
 
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._server = ThreadingHTTPServer(("127.0.0.1", self.port), Handler)
         self._server.daemon_threads = True
         self._server.block_on_close = False
         if self.certificate is not None:
@@ -121,6 +133,9 @@ class StandIn:
             handler.close_connection = True
             return
         status, text = self._answer(endpoint, handler.headers.get("Authorization"), body)
+        if endpoint == "generate" and status == 200 and body.get("stream") and endpoint not in self.answers:
+            self._stream(handler, body)
+            return
         handler.send_response(status)
         if status in (301, 302, 307, 308):
             handler.send_header("Location", text)
@@ -168,6 +183,24 @@ class StandIn:
                 self._aborted.wait(60)
         return 200, json.dumps([{"output_ids": [1]} for _ in prompts])
 
+    def _stream(self, handler: BaseHTTPRequestHandler, body: dict[str, Any]) -> None:
+        """Send the tokens of a wave as its steps would yield them; the end of the connection ends the stream."""
+        handler.send_response(200)
+        handler.send_header("Content-Type", "text/event-stream")
+        handler.send_header("Connection", "close")
+        handler.end_headers()
+        count = len(body["input_ids"])
+        tokens = min(body["sampling_params"]["max_new_tokens"], self.most_tokens)
+        for first in range(0, count, self.together or count):
+            time.sleep(self.prefill_seconds)
+            for token in range(1, tokens + 1):
+                time.sleep(self.token_seconds if token > 1 else 0)
+                for index in range(first, min(first + (self.together or count), count)):
+                    event = {"index": index, "meta_info": {"completion_tokens": token}}
+                    handler.wfile.write(b"data: " + json.dumps(event).encode() + b"\n\n")
+        handler.wfile.write(b"data: [DONE]\n\n")
+        handler.close_connection = True
+
     def _abort(self) -> tuple[int, str]:
         self._aborted.set()
         return 200, ""
@@ -180,3 +213,26 @@ class StandIn:
             shutil.copyfile(self.traces[name], folder / f"1795971432.25-{name}.trace.json.gz")
         self.profile = None
         self.exporting_until = time.monotonic() + self.export_seconds
+
+
+def main() -> None:
+    """Serve until SIGTERM; a `fixed` among the attributes has those that it has with a fixed SGLang."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--port", type=int, required=True)
+    parser.add_argument("--sglang", type=Path, help="where a fix is looked for")
+    parser.add_argument("--host")
+    parser.add_argument("--api-key")
+    parser.add_argument("attributes", type=json.loads, nargs="?", default={})
+    given = parser.parse_args()
+    fixed = given.attributes.pop("fixed", {})
+    if given.sglang is not None and (given.sglang / ".mla-diag").is_dir():
+        given.attributes.update(fixed)
+    attributes = {"key": given.api_key, **given.attributes, "port": given.port}
+    attributes["traces"] = {name: Path(path) for name, path in attributes.get("traces", {}).items()}
+    with StandIn(**attributes):
+        print("The server is fired up and ready to roll!", flush=True)
+        threading.Event().wait()
+
+
+if __name__ == "__main__":
+    main()

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from mla_diag.errors import MlaDiagError, ServerError, ServerGoneError, UsageError
+from mla_diag.errors import MlaDiagError, RefusedError, ServerError, ServerGoneError, UsageError
 from mla_diag.server.client import Client, Timeouts
 from mla_diag.server.secrets import REDACTED
 from tests.server.stand_in import StandIn
@@ -188,6 +188,40 @@ def test_tls_with_an_authority_of_ones_own(tmp_path: Path):
             client_of(server, verify=tmp_path / "missing.pem")
     with StandIn() as plain, pytest.raises(ServerError, match="speaks no TLS"):
         Client(plain.url.replace("http://", "https://"), timeouts=QUICK).server_info()
+
+
+PROMPT = {"input_ids": [[5, 6]], "sampling_params": {"max_new_tokens": 3}}
+
+
+def test_a_stream_yields_what_comes_as_it_comes():
+    with StandIn(token_seconds=0.2) as server, client_of(server) as client:
+        came = [(time.monotonic(), event["meta_info"]["completion_tokens"]) for event in client.stream(PROMPT)]
+    assert [tokens for _, tokens in came] == [1, 2, 3]
+    assert came[1][0] - came[0][0] > 0.1
+
+
+@pytest.mark.parametrize(
+    ("event", "kind", "words"),
+    [
+        ('{"error": {"message": "input too long", "code": 400}}', RefusedError, "/generate failed: input too long"),
+        ('{"error": {"message": "boom", "code": 500}}', ServerError, "/generate failed: boom"),
+        ('{"error": "boom"}', ServerError, "/generate failed: boom"),
+        ("no json", ServerError, "/generate failed: without a reason"),
+    ],
+)
+def test_a_stream_that_fails_after_its_status_has_gone_out(event: str, kind: type[ServerError], words: str):
+    with (
+        StandIn(answers={"generate": (200, f"data: {event}\n\ndata: [DONE]\n\n")}) as server,
+        client_of(server) as client,
+        pytest.raises(ServerError, match=words) as raised,
+    ):
+        list(client.stream(PROMPT))
+    assert type(raised.value) is kind
+
+
+def test_a_stream_of_a_server_that_is_not_there_is_one_line():
+    with StandIn(dies_in="generate") as server, client_of(server) as client, pytest.raises(ServerError, match="broke"):
+        list(client.stream(PROMPT))
 
 
 def test_every_error_of_a_server_exits_with_4():

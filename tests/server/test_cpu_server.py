@@ -69,12 +69,18 @@ class CpuServer:
             )
 
 
-@pytest.fixture(scope="module")
-def server(shared_traces: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[CpuServer]:
+def lab_server(shared_traces: Path) -> tuple[Path, Path]:
+    """The script that serves and the venv that it needs."""
     script = shared_traces.parent / "lab" / "cpu_server.sh"
     venv = Path(os.environ.get("LAB_VENV", "/tmp/lab-build/venv"))
     if not script.is_file() or not (venv / "bin/python").exists():
         pytest.skip(f"no SGLang to run: {script} and a venv at {venv} (LAB_VENV) are needed")
+    return script, venv
+
+
+@pytest.fixture(scope="module")
+def server(shared_traces: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[CpuServer]:
+    script, venv = lab_server(shared_traces)
     started = CpuServer(script, venv, tmp_path_factory.mktemp("lab"))
     try:
         started.wait()

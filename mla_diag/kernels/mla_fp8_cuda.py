@@ -2,7 +2,8 @@
 
 The compiler is NVRTC, which comes with torch, or else an `nvcc` on PATH or under CUDA_HOME; the launch goes through the
 CUDA driver. No torch headers, no host compiler, no build directory: a build takes about a second, prints nothing, and
-is kept under `$XDG_CACHE_HOME/mla-diag` by the hash of everything that went into it.
+is kept under `$XDG_CACHE_HOME/mla-diag` by the hash of everything that went into it. This file goes beside SGLang's
+attention backends with mla_fp8_sm90.py, so it imports the standard library alone.
 """
 
 from __future__ import annotations
@@ -51,15 +52,18 @@ def build(source: Path, architecture: str, defines: Mapping[str, int]) -> bytes:
     for part in (source, *sorted(source.parent.glob("*.cuh"))):
         digest.update(part.read_bytes())
     digest.update(repr((architecture, options, using.version)).encode())
-    cached = _cache_directory() / f"{source.stem}-{architecture}-{digest.hexdigest()[:20]}.cubin"
+    directory = _cache_directory()
+    if directory is None:
+        return using.compile(source, architecture, options)
+    cached = directory / f"{source.stem}-{architecture}-{digest.hexdigest()[:20]}.cubin"
     try:
         return cached.read_bytes()
     except OSError:
         pass
     cubin = using.compile(source, architecture, options)
     try:  # a cache that cannot be written costs a second at the next start and is no reason to fail
-        cached.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=cached.parent, delete=False) as file:
+        directory.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=directory, delete=False) as file:
             file.write(cubin)
         Path(file.name).replace(cached)
     except OSError:
@@ -72,8 +76,12 @@ def compiler() -> Compiler | None:
     return _nvrtc() or _nvcc()
 
 
-def _cache_directory() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mla-diag"
+def _cache_directory() -> Path | None:
+    """Where builds are kept; None for a user without a home, as containers run under numbers that nobody has."""
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mla-diag"
+    except RuntimeError:
+        return None
 
 
 class Compiler(Protocol):

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import pwd
 from typing import TYPE_CHECKING
 
 import pytest
 
-from mla_diag.kernels import cuda
+from mla_diag.kernels import mla_fp8_cuda as cuda
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -60,6 +61,15 @@ def test_a_rejected_source_is_one_line_with_the_compilers_error(source: Path) ->
 @needs_compiler
 def test_a_cache_that_cannot_be_written_does_not_stop_a_build(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(source / "not-a-directory"))
+    assert cuda.build(source, "sm_90a", {"VALUE": 1}).startswith(b"\x7fELF")
+
+
+@needs_compiler
+def test_a_user_without_a_home_builds_each_time(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Containers run under user numbers that no password file has; Path.home() then raises."""
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr(pwd, "getpwuid", lambda _: {}["no such user"])
     assert cuda.build(source, "sm_90a", {"VALUE": 1}).startswith(b"\x7fELF")
 
 

@@ -1,0 +1,336 @@
+"""`mla-diag bench server`: what a server's users feel, before and after the fix, on servers that this command runs."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+
+from rich.console import Console
+
+from mla_diag.bench.measure import ROWS, LeftOut, Measured, Plan, Row, measure_rows
+from mla_diag.bench.process import ServerCommand, ServerProcess
+from mla_diag.bench.server import ServerBench, ServerSide, gains
+from mla_diag.commands import doctor, profile
+from mla_diag.commands.bench import parse_shape
+from mla_diag.commands.common import check_output
+from mla_diag.commands.fix import parse_strategy
+from mla_diag.commands.progress import Progress
+from mla_diag.diagnose.compare import compare
+from mla_diag.diagnose.diagnosis import Diagnosis
+from mla_diag.diagnose.server_info import ServerInfo, parse_server_info
+from mla_diag.errors import MlaDiagError, UsageError
+from mla_diag.fix import patch
+from mla_diag.fix.journal import Journal
+from mla_diag.fix.locate import Installation, find_gpu, find_installation, find_installation_of
+from mla_diag.fix.strategy import Strategy, check, outlooks
+from mla_diag.report.bench import print_bench
+from mla_diag.report.json import render_json
+from mla_diag.report.units import milliseconds
+from mla_diag.server.client import Client
+
+__all__ = ["Options", "measure_served", "measure_url", "parse_strategy", "plan_of", "run"]
+
+_ENDED_BY = (signal.SIGTERM, signal.SIGHUP)
+
+
+@dataclass(frozen=True)
+class Options:
+    """What to measure and around what.
+
+    Attributes:
+        plan: Rows, tokens and repeats.
+        fix: Whether to apply a fix and measure again.
+        strategy: Of the fix.
+        sglang: Where the server's SGLang is, see `find_installation`; None for that of the Python it runs.
+        revert: Whether to take the fix back at the end.
+        profiles: Whether to profile each server.
+        out: The directory for logs and profiles; None for a new one here.
+        output: The file for the results as JSON.
+        ready_timeout: Seconds for a server to start.
+        model_config: The model's config.json, where the server's own path does not lead to it.
+        top: Ops to print a stage of the profiles' comparison.
+    """
+
+    plan: Plan = field(default_factory=Plan)
+    fix: bool = True
+    strategy: Strategy = Strategy.AUTO
+    sglang: Path | None = None
+    revert: bool = False
+    profiles: bool = True
+    out: Path | None = None
+    output: Path | None = None
+    ready_timeout: float = 900.0
+    model_config: Path | None = None
+    top: int = 10
+
+
+@dataclass
+class _Visit:
+    """What was learnt of one running server."""
+
+    side: ServerSide
+    diagnosis: Diagnosis | None = None
+    harmless: str | None = None  # why it does not copy its pool, if that is certain
+
+
+def plan_of(shapes: Sequence[str], new_tokens: int, repeats: int, warmup: int) -> Plan:
+    """What to send, of shapes such as `16x2000`; none for the default rows.
+
+    Raises:
+        UsageError: A shape is none.
+    """
+    rows = tuple(dict.fromkeys(Row(*parse_shape(text)) for text in shapes))
+    return Plan(rows or ROWS, new_tokens, repeats, warmup)
+
+
+def run(
+    serve: str | None,
+    url: str | None,
+    options: Options,
+    *,
+    api_key: str | None = None,
+    verify: bool | Path = True,
+) -> None:
+    """Measure a server that a command line starts, before and after a fix, or one that somebody else runs.
+
+    Args:
+        serve: The command line.
+        url: The address of somebody else's.
+        options: What to measure and around what.
+        api_key: The server's key, if it has one.
+        verify: Whether to check its certificate, or the file of the authority that signed it.
+
+    Raises:
+        UsageError: Neither or both of the two are given; see also `measure_served` and `measure_url`.
+    """
+    if serve is not None and url is None:
+        measure_served(serve, options, api_key=api_key)
+    elif url is not None and serve is None:
+        if options.revert or options.sglang is not None:
+            raise UsageError("--url: nothing is fixed there; --revert and --sglang go with --serve")
+        measure_url(url, options, api_key=api_key, verify=verify)
+    else:
+        raise UsageError("bench server: give --serve, what starts a server, or --url, where one is; one of the two")
+
+
+def measure_url(url: str, options: Options, *, api_key: str | None = None, verify: bool | Path = True) -> None:
+    """Measure a server that somebody else runs, and change nothing about it.
+
+    Args:
+        url: Its address.
+        options: What to measure.
+        api_key: The server's key, if it has one.
+        verify: Whether to check its certificate, or the file of the authority that signed it.
+
+    Raises:
+        ServerError: It could not be asked, or failed.
+        UsageError: It can run none of the rows.
+    """
+    check_output(options.output)
+    with Client(url, api_key=api_key, verify=verify) as client:
+        bench = ServerBench(command=None, url=client.url)
+        with _reported(bench, options):
+            server = parse_server_info(client.server_info())
+            bench.before = ServerSide.of(server)
+            _measure(client, server, bench.before, options.plan, "")
+
+
+def measure_served(command_line: str, options: Options, *, api_key: str | None = None) -> None:
+    """Start a server, measure it, fix its SGLang, and measure it again; no server is left, whatever happens.
+
+    Args:
+        command_line: What starts it.
+        options: What to measure and around what.
+        api_key: The server's key, if its command does not say.
+
+    Raises:
+        ServerError: A server did not start, or failed; its log is named.
+        UnknownCodeError: SGLang is not what the fix was made for; no server has been started.
+        UsageError: An option makes no sense, or SGLang is fixed already.
+        JournalError: SGLang's files could not be changed.
+    """
+    command = ServerCommand.parse(command_line)
+    check_output(options.output)
+    bench = ServerBench(command=str(command), url=command.url)
+    installation = _to_fix(command, options, bench) if options.fix else None
+    out = options.out or Path(f"mla-diag-bench-{time.strftime('%Y%m%d-%H%M%S')}")
+    if (out / "before").exists():
+        raise UsageError(f"{out}: holds another benchmark; give another --out")
+    with _ended_by_signals(), _reported(bench, options):
+        before = _visit(command, options, bench, out / "before", api_key)
+        if installation is None:
+            return
+        if before.harmless is not None:
+            bench.notes.append(f"this server does not copy its pool ({before.harmless}): nothing was fixed")
+            return
+        says, is_of = before.side.sglang, installation.version
+        if None not in (says, is_of) and says != is_of:
+            bench.notes.append(
+                f"the server says it is SGLang {says}, and {installation.root} is {is_of}: if it runs another, "
+                "name that with --sglang"
+            )
+        with _applied(installation, options, bench):
+            after = _visit(command, options, bench, out / "after", api_key)
+        # Both servers have been measured: what else is to be compared of the two visits is compared here.
+        if before.diagnosis is not None and after.diagnosis is not None:
+            bench.comparison = compare(before.diagnosis, after.diagnosis)
+
+
+def _to_fix(command: ServerCommand, options: Options, bench: ServerBench) -> Installation | None:
+    """The SGLang to fix, known to be fixable, before minutes are spent on a server; None if it needs no fix."""
+    python = command.python()
+    if options.sglang is None and python is not None:
+        installation = find_installation_of(python, command.variables)
+    else:
+        installation = find_installation(options.sglang)
+    record = Journal(installation.root).record()
+    if record is not None:
+        raise UsageError(
+            f"{installation.root}: fixed already (strategy {record.strategy}), so there is no before to measure; "
+            f"`mla-diag fix --revert --sglang {installation.root}` first, or measure it as it is with --no-fix"
+        )
+    check(options.strategy, outlooks(find_gpu(), installation.flashinfer))
+    if patch.plan_patch(installation, options.strategy).changes:
+        return installation
+    bench.notes.append(f"{installation.root}: no cast of the whole KV pool that could be fixed, so nothing was")
+    return None
+
+
+def _visit(command: ServerCommand, options: Options, bench: ServerBench, out: Path, api_key: str | None) -> _Visit:
+    """Start the server, learn all there is to learn of it, and stop it."""
+    when = out.name
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"{out}: cannot be made: {error.strerror}; give another --out") from error
+    with (
+        ServerProcess(command, out / "server.log") as process,
+        Client(command.url, api_key=api_key or command.api_key) as client,
+    ):
+        with Progress() as progress:
+            process.wait_until_ready(client, options.ready_timeout, lambda what: progress.say(f"{when}: {what}"))
+        server = parse_server_info(client.server_info())
+        visit = _Visit(ServerSide.of(server))
+        setattr(bench, when, visit.side)
+        _measure(client, server, visit.side, options.plan, f"{when}: ")
+        # Each server is asked here for what else is to be compared of the two.
+        exposure = doctor.ask(client, model_config=options.model_config)
+        if exposure.exposed is False:
+            visit.harmless = exposure.stages[0].why
+        if options.profiles:
+            visit.diagnosis = _profile(client, visit.side, options, bench, out)
+    return visit
+
+
+def _measure(client: Client, server: ServerInfo, side: ServerSide, plan: Plan, when: str) -> None:
+    """Measure the rows, saying each as it comes, because a server can fail later."""
+    with Progress() as progress:
+        for found in measure_rows(client, server, plan, lambda what: progress.say(when + what)):
+            if isinstance(found, LeftOut):
+                side.left_out.append(found)
+                progress.note(f"{when}{found.row}: left out: {found.reason}")
+            else:
+                side.rows.append(found)
+                progress.note(f"{when}{found.row}: {_figures(found)}")
+    if not side.rows:
+        reasons = "; ".join(f"{left.row}: {left.reason}" for left in side.left_out)
+        raise UsageError(f"{client.url}: can run none of the rows ({reasons}); give others with --shape")
+
+
+def _figures(row: Measured) -> str:
+    first, token = milliseconds(row.ttft_ms.median), milliseconds(row.tpot_ms.median)
+    return f"first token after {first} ms, {token} ms a token, {row.tokens_per_second.median:,.1f} tokens a second"
+
+
+def _profile(client: Client, side: ServerSide, options: Options, bench: ServerBench, out: Path) -> Diagnosis | None:
+    """Profile the server at its first row; a profile that fails is a note, because measurements must not be lost."""
+    row = side.rows[0].row
+    how = profile.Options(
+        batch=row.batch, input_len=row.context, out=out, model_config=options.model_config, top=options.top
+    )
+    try:
+        taken = profile.take(client, how, announce=lambda _: None)
+    except MlaDiagError as error:
+        bench.notes.append(f"no profile {out.name}: {' '.join(str(error).split())}")
+        return None
+    side.profile = str(out)
+    return taken.diagnosis
+
+
+@contextmanager
+def _applied(installation: Installation, options: Options, bench: ServerBench) -> Iterator[None]:
+    """Fix SGLang, and afterwards take that back or say how to."""
+    try:
+        patch.apply(installation, options.strategy)
+        bench.fixed, bench.strategy = str(installation.root), options.strategy.value
+        yield
+    except BaseException:
+        try:
+            _settle(installation, options, bench)
+        except MlaDiagError as error:  # what went wrong first is what ends the command
+            bench.notes.append(f"not reverted: {error}")
+        raise
+    _settle(installation, options, bench)
+
+
+def _settle(installation: Installation, options: Options, bench: ServerBench) -> None:
+    """Revert, if that was asked for; go by the journal, so that a fix which Ctrl-C cut off counts too."""
+    root = installation.root
+    if Journal(root).record() is None:
+        return
+    if options.revert:
+        patch.revert(installation)
+        bench.reverted = True
+        bench.notes.append(f"{root}: reverted, byte for byte as it was")
+    else:
+        bench.notes.append(f"{root}: stays fixed; `mla-diag fix --revert --sglang {root}` ends that")
+
+
+@contextmanager
+def _reported(bench: ServerBench, options: Options) -> Iterator[None]:
+    """Print and write what was found in the end, also if that is less than was asked for."""
+    try:
+        yield
+    finally:
+        if bench.before is not None and bench.after is not None:
+            bench.gains = gains(bench.before, bench.after)
+        if bench.before is not None:
+            try:
+                _write(bench, options.output)
+            finally:
+                print_bench(bench, Console(highlight=False), options.top)
+                sys.stdout.flush()
+
+
+def _write(bench: ServerBench, output: Path | None) -> None:
+    if output is None:
+        return
+    try:
+        output.write_text(render_json(bench), encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"{output}: cannot be written: {error.strerror}") from error
+
+
+@contextmanager
+def _ended_by_signals() -> Iterator[None]:
+    """Have SIGTERM and SIGHUP end this process as Ctrl-C does, so that its server ends with it."""
+
+    def leave(number: int, _: FrameType | None) -> None:
+        for each in _ENDED_BY:
+            signal.signal(each, signal.SIG_IGN)  # cleaning up is under way
+        raise SystemExit(128 + number)
+
+    # What is ignored stays so: nohup has SIGHUP ignored.
+    heeded = [number for number in _ENDED_BY if signal.getsignal(number) is not signal.SIG_IGN]
+    earlier = {number: signal.signal(number, leave) for number in heeded}
+    try:
+        yield
+    finally:
+        for number, handler in earlier.items():
+            signal.signal(number, handler)
