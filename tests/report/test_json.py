@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 import mla_diag
-from mla_diag.bench import measure, server
+from mla_diag.bench import agreement, measure, server
 from mla_diag.diagnose import compare as comparison
 from mla_diag.diagnose import diagnosis as schema
 from mla_diag.report.json import render_json
@@ -32,7 +32,7 @@ KINDS = [
     *(schema.Diagnosis, schema.TraceReport, schema.StageReport, schema.Op, schema.KernelUse, schema.Source),
     *(schema.Finding, comparison.Comparison, comparison.StageChange, comparison.OpChange, comparison.Side),
     *(server.ServerBench, server.ServerSide, server.Gain, measure.Measured, measure.LeftOut),
-    *(measure.Row, measure.Spread),
+    *(measure.Row, measure.Spread, agreement.Agreement),
 ]
 
 
