@@ -322,6 +322,7 @@ def bench_server(
     ] = None,
     revert: Annotated[bool, typer.Option("--revert", help="Put SGLang back as it was in the end.")] = False,
     no_fix: Annotated[bool, typer.Option("--no-fix", help="Only start the server and measure it as it is.")] = False,
+    no_logits: Annotated[bool, typer.Option("--no-logits", help="Do not compare what the two servers say.")] = False,
     no_profile: Annotated[bool, typer.Option("--no-profile", help="Only measure: record no traces.")] = False,
     out: Annotated[
         Path | None, typer.Option(show_default="a new one", help="The directory for logs and profiles.")
@@ -352,6 +353,7 @@ def bench_server(
             strategy=command.parse_strategy(strategy),
             sglang=sglang,
             revert=revert,
+            logits=not no_logits,
             profiles=not no_profile,
             out=out,
             output=output,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import msgspec
 
+from mla_diag.bench.agreement import Agreement
 from mla_diag.bench.measure import LeftOut, Measured, Row
 from mla_diag.diagnose.compare import Comparison
 from mla_diag.diagnose.diagnosis import Tool
@@ -81,6 +82,8 @@ class ServerBench(msgspec.Struct):
         reverted: Whether the fix has been taken back.
         gains: The rows that both have.
         comparison: Of the two profiles, as `compare` writes it.
+        repeatability: How the logits of the server as it was agree with those of a second pass through the same tokens.
+        agreement: How its logits agree with the fixed server's.
         notes: What a reader should know, such as why there was nothing to fix or no profile.
     """
 
@@ -93,6 +96,8 @@ class ServerBench(msgspec.Struct):
     reverted: bool = False
     gains: list[Gain] = []
     comparison: Comparison | None = None
+    repeatability: list[Agreement] = []
+    agreement: list[Agreement] = []
     notes: list[str] = []
     schema_version: int = SCHEMA_VERSION
     tool: Tool = Tool()

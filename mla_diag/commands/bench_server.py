@@ -13,6 +13,7 @@ from types import FrameType
 
 from rich.console import Console
 
+from mla_diag.bench.agreement import Logits, agree, record_logits
 from mla_diag.bench.measure import ROWS, LeftOut, Measured, Plan, Row, measure_rows
 from mla_diag.bench.process import ServerCommand, ServerProcess
 from mla_diag.bench.server import ServerBench, ServerSide, gains
@@ -20,6 +21,7 @@ from mla_diag.commands import doctor, profile
 from mla_diag.commands.bench import parse_shape
 from mla_diag.commands.common import check_output
 from mla_diag.commands.fix import parse_strategy
+from mla_diag.commands.measuring import measured_order
 from mla_diag.commands.progress import Progress
 from mla_diag.diagnose.compare import compare
 from mla_diag.diagnose.diagnosis import Diagnosis
@@ -36,6 +38,8 @@ from mla_diag.server.client import Client
 
 __all__ = ["Options", "measure_served", "measure_url", "parse_strategy", "plan_of", "run"]
 
+# On the lab's server a BF16 pool in place of the FP8 one comes to 0.996, another attention backend to 0.998.
+_ALIKE = 0.98
 _ENDED_BY = (signal.SIGTERM, signal.SIGHUP)
 
 
@@ -49,6 +53,7 @@ class Options:
         strategy: Of the fix.
         sglang: Where the server's SGLang is, see `find_installation`; None for that of the Python it runs.
         revert: Whether to take the fix back at the end.
+        logits: Whether to compare the logits of the two servers.
         profiles: Whether to profile each server.
         out: The directory for logs and profiles; None for a new one here.
         output: The file for the results as JSON.
@@ -62,6 +67,7 @@ class Options:
     strategy: Strategy = Strategy.AUTO
     sglang: Path | None = None
     revert: bool = False
+    logits: bool = True
     profiles: bool = True
     out: Path | None = None
     output: Path | None = None
@@ -76,6 +82,7 @@ class _Visit:
 
     side: ServerSide
     diagnosis: Diagnosis | None = None
+    logits: Logits | None = None
     harmless: str | None = None  # why it does not copy its pool, if that is certain
 
 
@@ -177,7 +184,14 @@ def measure_served(command_line: str, options: Options, *, api_key: str | None =
             )
         with _applied(installation, options, bench):
             after = _visit(command, options, bench, out / "after", api_key)
-        # Both servers have been measured: what else is to be compared of the two visits is compared here.
+        if before.logits is not None and after.logits is not None:
+            bench.agreement = agree(before.logits, after.logits)
+            for found in bench.agreement:
+                if found.cosine < _ALIKE:
+                    bench.notes.append(
+                        f"{found.stage.value}: the fixed server says something else (cosine {found.cosine:.4f}): "
+                        "`mla-diag fix --revert`, and please report it"
+                    )
         if before.diagnosis is not None and after.diagnosis is not None:
             bench.comparison = compare(before.diagnosis, after.diagnosis)
 
@@ -219,10 +233,11 @@ def _visit(command: ServerCommand, options: Options, bench: ServerBench, out: Pa
         visit = _Visit(ServerSide.of(server))
         setattr(bench, when, visit.side)
         _measure(client, server, visit.side, options.plan, f"{when}: ")
-        # Each server is asked here for what else is to be compared of the two.
         exposure = doctor.ask(client, model_config=options.model_config)
         if exposure.exposed is False:
             visit.harmless = exposure.stages[0].why
+        elif options.logits and options.fix:
+            visit.logits = _logits(client, server, bench, when)
         if options.profiles:
             visit.diagnosis = _profile(client, visit.side, options, bench, out)
     return visit
@@ -248,6 +263,18 @@ def _figures(row: Measured) -> str:
     return f"first token after {first} ms, {token} ms a token, {row.tokens_per_second.median:,.1f} tokens a second"
 
 
+def _logits(client: Client, server: ServerInfo, bench: ServerBench, when: str) -> Logits | None:
+    """Record a server's logits; the first one's twice, because what it does not repeat itself, no fix can."""
+    try:
+        logits = record_logits(client, server)
+        if when == "before":
+            bench.repeatability = agree(logits, record_logits(client, server))
+    except MlaDiagError as error:
+        bench.notes.append(f"no logits {when}: {' '.join(str(error).split())}")
+        return None
+    return logits
+
+
 def _profile(client: Client, side: ServerSide, options: Options, bench: ServerBench, out: Path) -> Diagnosis | None:
     """Profile the server at its first row; a profile that fails is a note, because measurements must not be lost."""
     row = side.rows[0].row
@@ -267,7 +294,7 @@ def _profile(client: Client, side: ServerSide, options: Options, bench: ServerBe
 def _applied(installation: Installation, options: Options, bench: ServerBench) -> Iterator[None]:
     """Fix SGLang, and afterwards take that back or say how to."""
     try:
-        patch.apply(installation, options.strategy)
+        patch.apply(installation, options.strategy, _measured_order(installation, options))
         bench.fixed, bench.strategy = str(installation.root), options.strategy.value
         yield
     except BaseException:
@@ -277,6 +304,15 @@ def _applied(installation: Installation, options: Options, bench: ServerBench) -
             bench.notes.append(f"not reverted: {error}")
         raise
     _settle(installation, options, bench)
+
+
+def _measured_order(installation: Installation, options: Options) -> tuple[str, ...] | None:
+    """What `auto` is to try first, as `fix --apply` measures it; the server tells the worth of a strategy by name."""
+    gpu = find_gpu()
+    if gpu is None or options.strategy is not Strategy.AUTO:
+        return None
+    ways = outlooks(gpu, installation.flashinfer)
+    return measured_order(installation, options.strategy, ways, options.sglang, Console(highlight=False))
 
 
 def _settle(installation: Installation, options: Options, bench: ServerBench) -> None:

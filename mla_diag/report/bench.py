@@ -7,11 +7,13 @@ from collections.abc import Callable, Iterator
 from rich.console import Console
 from rich.text import Text
 
+from mla_diag.bench.agreement import Agreement
 from mla_diag.bench.measure import Measured, Row, Spread
 from mla_diag.bench.server import Gain, ServerBench, ServerSide
 from mla_diag.report.comparison import print_comparison
 from mla_diag.report.units import milliseconds
 
+_AGREEMENT = "{:<26}{:>7}{:>10}{:>10}{:>10}{:>10}{:>8}"
 _ROW = "{:>5} {:>8}  {:<8}{:>30}{:>30}{:>9}"
 # Each figure's name in the table, its field in a row and in a gain, and how it is shown.
 _FIGURES: tuple[tuple[str, str, str, Callable[[float], str]], ...] = (
@@ -33,6 +35,10 @@ def print_bench(bench: ServerBench, console: Console, top: int) -> None:
         for line in (*_header(bench, bench.before), Text(), *_table(bench, bench.before)):
             line.rstrip()
             console.print(line, soft_wrap=not console.is_terminal)
+    if bench.agreement:
+        console.print()
+        for line in _agreement(bench):
+            console.print(line, soft_wrap=not console.is_terminal)
     if bench.comparison is not None:
         console.print()
         print_comparison(bench.comparison, console, top)
@@ -40,6 +46,24 @@ def print_bench(bench: ServerBench, console: Console, top: int) -> None:
         console.print()
     for note in bench.notes:
         console.print(Text(f"note: {note}", "yellow"), soft_wrap=not console.is_terminal)
+
+
+def _agreement(bench: ServerBench) -> Iterator[Text]:
+    yield Text(
+        _AGREEMENT.format("logits, teacher-forced", "tokens", "cosine", "worst", "rms", "largest", "top-1"), "dim"
+    )
+    again = {found.stage: found for found in bench.repeatability}
+    for found in bench.agreement:
+        name = found.stage.value.upper()
+        if found.stage in again:
+            yield _agreed(f"{name}  before, again", again[found.stage])
+        yield _agreed(f"{name}  before, after", found)
+
+
+def _agreed(name: str, found: Agreement) -> Text:
+    cosines = [f"{cosine:.5f}" for cosine in (found.cosine, found.worst_cosine)]
+    errors = [f"{error:.4f}" for error in (found.rms_error, found.max_error)]
+    return Text(_AGREEMENT.format(name, found.positions, *cosines, *errors, f"{found.top1:.1%}"))
 
 
 def _header(bench: ServerBench, side: ServerSide) -> Iterator[Text]:

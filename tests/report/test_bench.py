@@ -6,8 +6,10 @@ import io
 
 from rich.console import Console
 
+from mla_diag.bench.agreement import Agreement
 from mla_diag.bench.measure import LeftOut, Measured, Row, Spread
 from mla_diag.bench.server import ServerBench, ServerSide, gains
+from mla_diag.diagnose.step_spans import Stage
 from mla_diag.report.bench import print_bench
 
 
@@ -65,3 +67,20 @@ def test_a_row_that_only_one_side_has():
     assert [line.split()[:2] for line in (shown[5], shown[8])] == [["1", "2,000"], ["2", "10"]]
     assert not any(line.endswith(" x") for line in shown)
     assert shown[9].index("7.000") > shown[6].index("70.00")
+
+
+def test_what_the_servers_say_stands_beside_what_one_repeats():
+    row = side(measured(Row(1, 2000), 70.0))
+    bench = ServerBench("x", "u", row, row)
+    bench.repeatability = [Agreement(Stage.DECODE, 512, 0.99988, 0.9975, 0.174, 0.0122, 0.97265625)]
+    bench.agreement = [
+        Agreement(Stage.DECODE, 512, 0.99964, 0.9986, 0.15, 0.021, 0.94921875),
+        Agreement(Stage.PREFILL, 512, 1.0, 1.0, 0.0, 0.0, 1.0),
+    ]
+    table = [line.split() for line in lines(bench) if "teacher-forced" in line or "before, a" in line]
+    assert table == [
+        ["logits,", "teacher-forced", "tokens", "cosine", "worst", "rms", "largest", "top-1"],
+        ["DECODE", "before,", "again", "512", "0.99988", "0.99750", "0.0122", "0.1740", "97.3%"],
+        ["DECODE", "before,", "after", "512", "0.99964", "0.99860", "0.0210", "0.1500", "94.9%"],
+        ["PREFILL", "before,", "after", "512", "1.00000", "1.00000", "0.0000", "0.0000", "100.0%"],
+    ]

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 import mla_diag
-from mla_diag.bench import kernel_record, measure, rows
+from mla_diag.bench import agreement, kernel_record, measure, rows
 from mla_diag.bench import server as server_bench
 from mla_diag.diagnose import compare as comparison
 from mla_diag.diagnose import diagnosis as schema
@@ -59,6 +59,7 @@ TABLES = {
     "## The kernel benchmark": kernel_record.Record,
     "## The kernel benchmark: rows": rows.Row,
     "## The benchmark of a server": server_bench.ServerBench,
+    "## The benchmark of a server: repeatability": agreement.Agreement,
     "## The benchmark of a server: before": server_bench.ServerSide,
     "## The benchmark of a server: rows": measure.Measured,
     "## The benchmark of a server: left_out": measure.LeftOut,

@@ -22,6 +22,8 @@ from typing import Any
 
 import pytest
 
+from mla_diag.bench.agreement import agree, record_logits
+from mla_diag.diagnose.server_info import parse_server_info
 from mla_diag.server.client import Client
 from tests.commands.test_explain import run
 
@@ -177,6 +179,19 @@ def test_somebody_elses_traffic(server: CpuServer, tmp_path: Path):
     assert_kept(
         subprocess.CompletedProcess([], process.returncode, *said), tmp_path / "out", {"EXTEND": 1, "DECODE": 5}
     )
+
+
+def test_two_passes_through_the_same_tokens_say_the_same(server: CpuServer):
+    with Client(server.url) as client:
+        info = parse_server_info(client.server_info())
+        first, second = record_logits(client, info), record_logits(client, info)
+    for stage in (first.decode, first.prefill):
+        assert stage.sampled.shape == (512, 256)
+        assert stage.sampled.std(axis=1).min() > 0
+        assert len(set(stage.top)) > 1
+    for found in agree(first, second):
+        assert found.cosine > 0.999
+        assert found.max_error < 1e-4  # the weights are a thousandth, so logits are too
 
 
 def test_a_server_killed_under_a_capture_is_one_line(server: CpuServer, tmp_path: Path):
