@@ -36,6 +36,8 @@ from mla_diag.server.client import Client
 
 __all__ = ["Options", "measure_served", "measure_url", "parse_strategy", "plan_of", "run"]
 
+# How the lines begin that a fixed SGLang logs (mla_diag/fix/dispatch.py).
+_FIX_SAYS = "mla-diag fix: "
 _ENDED_BY = (signal.SIGTERM, signal.SIGHUP)
 
 
@@ -225,6 +227,8 @@ def _visit(command: ServerCommand, options: Options, bench: ServerBench, out: Pa
             visit.harmless = exposure.stages[0].why
         if options.profiles:
             visit.diagnosis = _profile(client, visit.side, options, bench, out)
+        # Where the fix could not do what it was applied for, the figures are those of the cast.
+        bench.notes += [f"{when}: the server's log: {said}" for said in process.logged(_FIX_SAYS)]
     return visit
 
 
