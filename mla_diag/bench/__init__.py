@@ -1,1 +1,1 @@
-"""Before and after: attention kernels against each other and the roofline, servers against themselves."""
+"""Before and after: what a kernel takes, and what a server's users feel."""

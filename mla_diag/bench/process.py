@@ -198,6 +198,11 @@ class ServerProcess:
         said = "it wrote nothing" if line is None else line if len(line) <= _SHOWN else line[:_SHOWN] + "..."
         return f"{said} (log: {self.log})"
 
+    def logged(self, text: str) -> list[str]:
+        """What its log's lines with a text say from there on, each once."""
+        found = (line[line.index(text) :].strip() for line in self._lines() if text in line)
+        return list(dict.fromkeys(found))
+
     def stop(self) -> None:
         """End all processes of the server: asked first, killed if they stay, at once if this is interrupted.
 

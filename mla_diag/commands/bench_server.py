@@ -40,6 +40,8 @@ __all__ = ["Options", "measure_served", "measure_url", "parse_strategy", "plan_o
 
 # On the lab's server a BF16 pool in place of the FP8 one comes to 0.996, another attention backend to 0.998.
 _ALIKE = 0.98
+# How the lines begin that a fixed SGLang logs (mla_diag/fix/dispatch.py).
+_FIX_SAYS = "mla-diag fix: "
 _ENDED_BY = (signal.SIGTERM, signal.SIGHUP)
 
 
@@ -240,6 +242,8 @@ def _visit(command: ServerCommand, options: Options, bench: ServerBench, out: Pa
             visit.logits = _logits(client, server, bench, when)
         if options.profiles:
             visit.diagnosis = _profile(client, visit.side, options, bench, out)
+        # Where the fix could not do what it was applied for, the figures are those of the cast.
+        bench.notes += [f"{when}: the server's log: {said}" for said in process.logged(_FIX_SAYS)]
     return visit
 
 

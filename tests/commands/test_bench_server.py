@@ -148,6 +148,15 @@ def test_an_sglang_of_another_release_than_the_servers_is_noted(run: Invoke, tmp
     assert f"the server says it is SGLang 0.5.11, and {root} is 0.5.17" in result.stdout
 
 
+def test_a_fix_that_falls_back_to_the_cast_is_noted(run: Invoke, tmp_path: Path, root: Path, port: int):
+    warning = "[12:00 TP0] mla-diag fix: casting the whole KV pool: no kernel for this card"
+    line = serving(root, port, fixed={"says": [warning, warning]})
+    result = run("bench", "server", "--serve", line, *QUICK, "--no-profile", "--revert", "--out", tmp_path / "out")
+    assert result.returncode == 0, result.stderr
+    said = "note: after: the server's log: mla-diag fix: casting the whole KV pool: no kernel for this card"
+    assert result.stdout.splitlines().count(said) == 1
+
+
 def test_a_profile_that_fails_loses_no_measurement(run: Invoke, tmp_path: Path, root: Path, port: int):
     line = serving(root, port, answers={"start_profile": [500, "Internal Server Error"]})
     result = run("bench", "server", "--serve", line, *QUICK, "--out", tmp_path / "out", "--revert")

@@ -216,7 +216,7 @@ class StandIn:
 
 
 def main() -> None:
-    """Serve until SIGTERM; a `fixed` among the attributes has those that it has with a fixed SGLang."""
+    """Serve until SIGTERM. `fixed` among the attributes has those of a fixed SGLang, `says` has lines for the log."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--sglang", type=Path, help="where a fix is looked for")
@@ -227,6 +227,7 @@ def main() -> None:
     fixed = given.attributes.pop("fixed", {})
     if given.sglang is not None and (given.sglang / ".mla-diag").is_dir():
         given.attributes.update(fixed)
+    print(*given.attributes.pop("says", []), sep="\n")
     attributes = {"key": given.api_key, **given.attributes, "port": given.port}
     attributes["traces"] = {name: Path(path) for name, path in attributes.get("traces", {}).items()}
     with StandIn(**attributes):
