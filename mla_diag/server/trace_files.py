@@ -83,8 +83,8 @@ def rank_notes(names: Iterable[str], server: ServerInfo) -> list[str]:
         why = ""
         if server.nodes > 1:
             why = f"; ranks on the other {server.nodes - 1} nodes write on their own disks"
-        elif server.data_parallel > 1 and not server.dp_attention:
-            why = "; releases that name files by the TP rank alone overwrite one replica's with the next's"
+        elif server.pipeline_parallel > 1 or (server.data_parallel > 1 and not server.dp_attention):
+            why = "; releases that name files by the TP rank alone overwrite one rank's with another's"
         notes.append(
             f"no {stage + ' ' if stage else ''}trace of {listed} ({len(missing)} of {len(expected)} ranks){why}"
         )

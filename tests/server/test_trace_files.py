@@ -78,6 +78,9 @@ def test_colliding_ranks_are_named():
 def test_replicas_that_overwrite_each_other_and_other_nodes_are_explained():
     name = ["1-TP-0-DECODE.trace.json.gz"]
     assert "overwrite" in rank_notes(name, parse_server_info({"dp_size": 2}))[0]
+    assert "overwrite" in rank_notes(name, parse_server_info({"pp_size": 2}))[0]
+    missing_one = rank_notes(name, parse_server_info({"tp_size": 2, "dp_size": 2, "enable_dp_attention": True}))[0]
+    assert "overwrite" not in missing_one  # each has a TP rank of its own
     assert "own disks" in rank_notes(name, parse_server_info({"tp_size": 16, "nnodes": 2}))[0]
 
 
