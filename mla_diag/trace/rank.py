@@ -55,10 +55,11 @@ def global_rank_in(text: str) -> int | None:
 
 
 def parse_rank(text: str) -> int | Coordinates | None:
-    """What somebody asks for: `3`, `TP1-DP0`, `DP-1`; None if it is no rank."""
+    """What somebody asks for: `3`, `TP1-DP0`, `DP-1`, or as reports write it, `TP-1 DP-0`; None if it is no rank."""
     if text.isdecimal():
         return int(text)
-    return _coordinates(text) if _RUN.fullmatch(text) else None
+    run = "-".join(text.split())
+    return _coordinates(run) if _RUN.fullmatch(run) else None
 
 
 def _coordinates(run: str) -> Coordinates:

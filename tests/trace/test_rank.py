@@ -57,6 +57,7 @@ def test_coordinates_that_are_given_in_part_stand_for_several_ranks(asked: Coord
         ("TP1-DP0", Coordinates(tp=1, dp=0)),
         ("tp-1-dp-0", Coordinates(tp=1, dp=0)),
         ("DP01", Coordinates(dp=1)),
+        (str(Coordinates(tp=1, dp=0)), Coordinates(tp=1, dp=0)),
         ("-1", None),
         ("TP", None),
         ("first", None),
