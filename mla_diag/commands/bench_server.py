@@ -21,7 +21,7 @@ from mla_diag.commands import doctor, profile
 from mla_diag.commands.bench import parse_shape
 from mla_diag.commands.common import check_output
 from mla_diag.commands.fix import parse_strategy
-from mla_diag.commands.measuring import measured_order
+from mla_diag.commands.measuring import measure_strategies
 from mla_diag.commands.progress import Progress
 from mla_diag.diagnose.compare import compare
 from mla_diag.diagnose.diagnosis import Diagnosis
@@ -316,7 +316,8 @@ def _measured_order(installation: Installation, options: Options) -> tuple[str, 
     if gpu is None or options.strategy is not Strategy.AUTO:
         return None
     ways = outlooks(gpu, installation.flashinfer)
-    return measured_order(installation, options.strategy, ways, options.sglang, Console(highlight=False))
+    measured = measure_strategies(installation, options.strategy, ways, options.sglang, Console(highlight=False))
+    return None if measured is None else measured.order
 
 
 def _settle(installation: Installation, options: Options, bench: ServerBench) -> None:

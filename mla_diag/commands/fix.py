@@ -8,15 +8,15 @@ from pathlib import Path
 from rich.console import Console
 
 from mla_diag.commands.common import Format
-from mla_diag.commands.measuring import measured_order
+from mla_diag.commands.measuring import measure_strategies
 from mla_diag.errors import MlaDiagError, UsageError
 from mla_diag.fix import patch
-from mla_diag.fix.account import FixAccount, Outcome, account_of_patch, account_of_proof, account_of_revert
 from mla_diag.fix.journal import Journal
 from mla_diag.fix.locate import Gpu, Installation, find_gpu, find_installation
 from mla_diag.fix.strategy import Outlook, Strategy, check, outlooks
 from mla_diag.fix.verify import verify as prove
 from mla_diag.report import fix as report
+from mla_diag.report.fix_account import FixAccount, Outcome, account_of_patch, account_of_proof, account_of_revert
 from mla_diag.report.json import render_json
 
 _NOTHING_FIXED = "\nno cast of the whole KV pool that could be fixed in this SGLang: nothing has been changed"
@@ -137,7 +137,8 @@ def _apply(
         if not planned.changes:
             console.print(_NOTHING_FIXED)
             return account_of_patch(Outcome.NOTHING_TO_FIX, installation, gpu, strategy.value, ways, planned)
-    order = None if gpu is None else measured_order(installation, strategy, ways, directory, console)
+    measured = None if gpu is None else measure_strategies(installation, strategy, ways, directory, console)
+    order = None if measured is None else measured.order
     applied = patch.apply(installation, strategy, order)
     if applied is None:
         console.print(f"\nfixed already, strategy {strategy.value}: nothing has been changed")
@@ -159,7 +160,7 @@ def _apply(
     if gpu is None:
         console.print("There is no GPU here, so nothing was measured.")
     console.print(_MEASURE_THE_SERVER, soft_wrap=True)
-    return account_of_patch(Outcome.APPLIED, installation, gpu, strategy.value, ways, applied, order)
+    return account_of_patch(Outcome.APPLIED, installation, gpu, strategy.value, ways, applied, measured)
 
 
 def _revert(installation: Installation, console: Console) -> FixAccount:

@@ -6,16 +6,17 @@ from pathlib import Path
 
 from rich.console import Console
 
-from mla_diag.bench.strategies import Card, Measured, NotMeasuredError, Verdict, measure, order
+from mla_diag.bench.strategies import Card, Measured, NotMeasuredError, Verdict, measure
 from mla_diag.commands.bench import format_row, print_head
 from mla_diag.errors import UsageError
 from mla_diag.fix.locate import Installation, find_python
 from mla_diag.fix.strategy import Outlook, Strategy
+from mla_diag.report.fix_account import Measurement
 
 
-def measured_order(
+def measure_strategies(
     installation: Installation, chosen: Strategy, ways: list[Outlook], directory: Path | None, console: Console
-) -> tuple[str, ...] | None:
+) -> Measurement | None:
     """Measure what can read the pool here with the server's own libraries, and print it.
 
     Args:
@@ -26,7 +27,8 @@ def measured_order(
         console: where to print.
 
     Returns:
-        The order in which `auto` is to try strategies; None where nothing could be measured, which is said.
+        What was found, with the order in which `auto` is to try strategies; None where nothing could be measured,
+        which is said.
 
     Raises:
         UsageError: the strategy asked for is wrong or fails on this machine.
@@ -45,7 +47,7 @@ def measured_order(
         return None
     _print(card, found, console)
     _refuse(chosen, found)
-    return order(found)
+    return Measurement.of(card, found)
 
 
 def _print(card: Card, found: list[Measured], console: Console) -> None:

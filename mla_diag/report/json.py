@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from mla_diag.bench.server import ServerBench
     from mla_diag.diagnose.compare import Comparison
     from mla_diag.diagnose.diagnosis import Diagnosis
-    from mla_diag.fix.account import FixAccount
+    from mla_diag.report.fix_account import FixAccount
     from mla_diag.server.exposure import Exposure
 
 

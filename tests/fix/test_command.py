@@ -16,9 +16,9 @@ from rich.console import Console
 from mla_diag.commands import fix
 from mla_diag.commands.common import Format
 from mla_diag.errors import MlaDiagError, UnknownCodeError, UsageError
-from mla_diag.fix.account import FixAccount
 from mla_diag.fix.locate import Installation, find_installation
 from mla_diag.fix.strategy import Strategy
+from mla_diag.report.fix_account import FixAccount
 from tests.bench.serving_python import serving_python
 from tests.commands.invoke import Invoke
 from tests.fix.conftest import CSR, PAGE_TABLE, contents, edit, install
@@ -243,9 +243,14 @@ def test_apply_measures_and_writes_the_order_down(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("_h200")
-def test_json_has_the_measured_order(tmp_path: Path) -> None:
+def test_json_has_what_was_measured(tmp_path: Path) -> None:
     applied = account(in_a_venv(tmp_path, kernel=20.0, native=15.0, gather="wrong", cast=900.0), apply=True)
-    assert (applied["outcome"], applied["order"]) == ("applied", ["native", "kernel"])
+    assert applied["outcome"] == "applied"
+    measured = applied["measured"]
+    assert (measured["device"], measured["order"]) == ("NVIDIA H200", ["native", "kernel"])
+    verdicts = {each["strategy"]: each["verdict"] for each in measured["strategies"]}
+    assert verdicts == {"kernel": "right", "native": "right", "gather": "failed", "cast": "right"}
+    assert measured["strategies"][1]["rows"][0]["us"] == 15.0
     assert applied["gpu"] == {"name": "NVIDIA H200", "capability": [9, 0]}
 
 

@@ -11,12 +11,12 @@ import msgspec
 import pytest
 
 import mla_diag
-from mla_diag.bench import agreement, kernel_record, measure, rows
+from mla_diag.bench import agreement, kernel_record, measure, rows, strategies
 from mla_diag.bench import server as server_bench
 from mla_diag.diagnose import compare as comparison
 from mla_diag.diagnose import diagnosis as schema
 from mla_diag.diagnose import gap
-from mla_diag.fix import account
+from mla_diag.report import fix_account as account
 from mla_diag.report.json import render_json
 from mla_diag.server import exposure
 
@@ -54,6 +54,8 @@ TABLES = {
     "## The fix": account.FixAccount,
     "## The fix: sites": account.SiteEntry,
     "## The fix: outlooks": account.OutlookEntry,
+    "## The fix: measured": account.Measurement,
+    "## The fix: strategies": strategies.Measured,
     "## The fix: changes": account.ChangeEntry,
     "## The fix: verdicts": account.VerdictEntry,
     "## The kernel benchmark": kernel_record.Record,

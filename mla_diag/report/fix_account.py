@@ -11,6 +11,9 @@ from pathlib import Path
 
 import msgspec
 
+from mla_diag.bench.rows import Ceilings
+from mla_diag.bench.strategies import Card as MeasuredCard
+from mla_diag.bench.strategies import Measured, order
 from mla_diag.diagnose.diagnosis import SCHEMA_VERSION, Tool
 from mla_diag.fix.journal import Change
 from mla_diag.fix.locate import FlashInfer, Gpu, Installation
@@ -79,6 +82,29 @@ class OutlookEntry(msgspec.Struct, frozen=True):
     why: str
 
 
+class Measurement(msgspec.Struct, frozen=True):
+    """What strategies were measured to do on this machine, with the server's own libraries.
+
+    Attributes:
+        device: The card.
+        ceilings: What it does at best.
+        note: What keeps a strategy from doing better here; empty if nothing does.
+        strategies: Each strategy, and the cast.
+        order: The strategies that `auto` will try, the fastest first.
+    """
+
+    device: str
+    ceilings: Ceilings
+    note: str
+    strategies: list[Measured]
+    order: tuple[str, ...]
+
+    @classmethod
+    def of(cls, card: MeasuredCard, found: list[Measured]) -> Measurement:
+        """Rank what was found."""
+        return cls(card.device, card.ceilings, card.note, found, order(found))
+
+
 class ChangeEntry(msgspec.Struct, frozen=True):
     """One file that a fix changes or has changed.
 
@@ -113,7 +139,7 @@ class FixAccount(msgspec.Struct, frozen=True, kw_only=True):
         flashinfer: The FlashInfer beside it.
         gpu: This machine's first GPU.
         strategy: What was asked for, or what the fix that is there already was made with.
-        order: The strategies that `auto` will try, the fastest first, as measured on this machine.
+        measured: What `--apply` measured on this machine before it touched a file.
         outlooks: Each strategy's chances here, in the order that `auto` tries them where nothing was measured.
         sites: Every cast of the whole pool.
         changes: The files that change or have changed.
@@ -126,7 +152,7 @@ class FixAccount(msgspec.Struct, frozen=True, kw_only=True):
     flashinfer: Package | None = None
     gpu: Card | None = None
     strategy: str | None = None
-    order: list[str] | None = None
+    measured: Measurement | None = None
     outlooks: list[OutlookEntry] | None = None
     sites: list[SiteEntry] | None = None
     changes: list[ChangeEntry] | None = None
@@ -143,16 +169,16 @@ def account_of_patch(
     strategy: str,
     ways: Iterable[Outlook],
     patch: Patch | None = None,
-    order: Sequence[str] | None = None,
+    measured: Measurement | None = None,
 ) -> FixAccount:
-    """The account of a dry run or an application; without a patch or an order where none was worked out."""
+    """The account of a dry run or an application; without a patch or a measurement where there was none."""
     return FixAccount(
         outcome=outcome,
         sglang=_package(installation),
         flashinfer=None if installation.flashinfer is None else _package(installation.flashinfer),
         gpu=None if gpu is None else Card(gpu.name, list(gpu.capability)),
         strategy=strategy,
-        order=None if order is None else list(order),
+        measured=measured,
         outlooks=[OutlookEntry(way.strategy, way.works, way.why) for way in ways],
         sites=None if patch is None else _sites(patch.files, installation),
         changes=None if patch is None else [_change(change) for change in patch.changes],
