@@ -113,16 +113,17 @@ def _apply(
     console: Console,
 ) -> None:
     # Measuring takes minutes: what is not understood, or needs no fix, is said before.
+    fixed = f"\nfixed already, strategy {strategy.value}: nothing has been changed; --revert first to measure anew"
+    if patch.is_fixed(installation, strategy):
+        console.print(fixed)
+        return
     if Journal(installation.root).record() is None and not patch.plan_patch(installation, strategy).changes:
         console.print(_NOTHING_FIXED)
         return
     order = None if gpu is None else measured_order(installation, strategy, ways, directory, console)
     applied = patch.apply(installation, strategy, order)
-    if applied is None:
-        console.print(f"\nfixed already, strategy {strategy.value}: nothing has been changed")
-        return
-    if not applied.changes:
-        console.print(_NOTHING_FIXED)
+    if applied is None or not applied.changes:  # another --apply was quicker
+        console.print(fixed if applied is None else _NOTHING_FIXED)
         return
     console.print()
     report.print_sites(applied.files, installation, console)
