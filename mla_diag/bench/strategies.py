@@ -10,7 +10,7 @@ import os
 import signal
 import subprocess
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from enum import Enum
@@ -29,8 +29,10 @@ SHAPES = (
     *(Shape(16, batch, context) for batch, context in ((1, 2048), (1, 32768), (16, 8192), (64, 8192))),
     *(Shape(128, batch, context) for batch, context in ((1, 32768), (16, 8192))),
 )
-#: Above what rounding the output to BF16 costs (1.65e-3), below what an error in the computation does.
+#: A strategy's relative error may be as large as this, above what rounding the output to BF16 costs (1.65e-3) and below
+#: what an error in the computation does; or as large as the shipped cast's at that shape, times `WORSE`.
 TOLERANCE = 2e-3
+WORSE = 1.1
 #: For one strategy; FlashInfer may have to compile its kernels first.
 TIMEOUT_S = 300.0
 
@@ -111,7 +113,7 @@ def measure(
         NotMeasuredError: torch, Triton, the GPU or room on it is missing, or nothing ran.
     """
     card: Card | None = None
-    measured = []
+    answers: dict[str, _Answer] = {}
     for strategy in strategies:
         request = {
             "strategy": strategy,
@@ -124,7 +126,9 @@ def measure(
             raise NotMeasuredError("the GPU has too little free memory; stop what runs on it, then --apply again")
         if card is None:
             raise NotMeasuredError(answer.failure)
-        measured.append(_judged(strategy, answer))
+        answers[strategy] = answer
+    shipped = {row.shape: row.error for row in answers["cast"].rows if row.error} if "cast" in answers else {}
+    measured = [_judged(strategy, answer, shipped) for strategy, answer in answers.items()]
     if card is None or all(row.us is None for each in measured for row in each.rows):
         raise NotMeasuredError(
             "; ".join(f"{each.strategy}: {each.why}" for each in measured) or "no strategy to measure"
@@ -157,19 +161,22 @@ class _Answer:
     failure: str
 
 
-def _judged(strategy: str, answer: _Answer) -> Measured:
+def _judged(strategy: str, answer: _Answer, shipped: Mapping[Shape, float]) -> Measured:
     missing = [row.reason for row in answer.rows if row.reason.startswith(("ImportError", "ModuleNotFoundError"))]
     if missing:
         return Measured(strategy, Verdict.UNMEASURED, missing[0], answer.rows)
-    wrong = [f"at {_named(row.shape)} {trouble}" for row in answer.rows if (trouble := _trouble(row))]
+    wrong = [f"at {_named(row.shape)} {trouble}" for row in answer.rows if (trouble := _trouble(row, shipped))]
     why = wrong[0] if wrong else answer.failure
     return Measured(strategy, Verdict.FAILED if why else Verdict.RIGHT, why, answer.rows)
 
 
-def _trouble(row: Row) -> str:
+def _trouble(row: Row, shipped: Mapping[Shape, float]) -> str:
     if row.error is None:
         return row.reason
-    return f"its relative error is {row.error:.1e}, not under {TOLERANCE:.0e}" if row.error >= TOLERANCE else ""
+    # What is as good as what SGLang ships takes nothing from its users: FlashInfer's own error can be 2.4e-3. A cast
+    # that is far off itself vouches for nothing.
+    most = max(TOLERANCE, WORSE * min(shipped.get(row.shape, 0.0), 2 * TOLERANCE))
+    return f"its relative error is {row.error:.1e}, not under {most:.1e}" if row.error >= most else ""
 
 
 def _named(shape: Shape) -> str:

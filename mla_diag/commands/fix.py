@@ -132,6 +132,10 @@ def _apply(
     console: Console,
 ) -> FixAccount:
     # Measuring takes minutes: what is not understood, or needs no fix, is said before.
+    fixed = f"\nfixed already, strategy {strategy.value}: nothing has been changed; --revert first to measure anew"
+    if patch.is_fixed(installation, strategy):
+        console.print(fixed)
+        return account_of_patch(Outcome.FIXED_ALREADY, installation, gpu, strategy.value, ways)
     if Journal(installation.root).record() is None:
         planned = patch.plan_patch(installation, strategy)
         if not planned.changes:
@@ -140,12 +144,10 @@ def _apply(
     measured = None if gpu is None else measure_strategies(installation, strategy, ways, directory, console)
     order = None if measured is None else measured.order
     applied = patch.apply(installation, strategy, order)
-    if applied is None:
-        console.print(f"\nfixed already, strategy {strategy.value}: nothing has been changed")
-        return account_of_patch(Outcome.FIXED_ALREADY, installation, gpu, strategy.value, ways)
-    if not applied.changes:
-        console.print(_NOTHING_FIXED)
-        return account_of_patch(Outcome.NOTHING_TO_FIX, installation, gpu, strategy.value, ways, applied)
+    if applied is None or not applied.changes:  # another --apply was quicker
+        console.print(fixed if applied is None else _NOTHING_FIXED)
+        outcome = Outcome.FIXED_ALREADY if applied is None else Outcome.NOTHING_TO_FIX
+        return account_of_patch(outcome, installation, gpu, strategy.value, ways, applied, measured)
     console.print()
     report.print_sites(applied.files, installation, console)
     console.print()

@@ -15,6 +15,8 @@ from mla_diag.fix.rewrite import rewrite
 from mla_diag.fix.sites import DISPATCH, BackendFile, read_backend
 from mla_diag.fix.strategy import Strategy, kernel_files
 
+_STRATEGY = re.compile(rb"(?m)^STRATEGY = .*$")
+_ORDER = re.compile(rb"(?m)^ORDER = .*$")
 _MODEL_RUNNER = Path("srt/model_executor/model_runner.py")
 
 
@@ -110,7 +112,7 @@ def apply(installation: Installation, strategy: Strategy, order: Sequence[str] |
         record = journal.record()
         if record is not None:
             changed = journal.changed_since(record)
-            if not changed and _is_current(installation, record, _companions(strategy, order)):
+            if not changed and _is_current(installation, record, strategy):
                 return None
             if not changed:
                 journal.revert()
@@ -124,6 +126,18 @@ def apply(installation: Installation, strategy: Strategy, order: Sequence[str] |
         if patch.changes:
             journal.apply(patch.changes, sglang=installation.version, strategy=strategy.value)
         return patch
+
+
+def is_fixed(installation: Installation, strategy: Strategy) -> bool:
+    """Whether this fix is there already, untouched, so that `apply` would change nothing."""
+    journal = Journal(installation.root)
+    record = journal.record()
+    return (
+        record is not None
+        and record.state == "applied"
+        and not journal.changed_since(record)
+        and _is_current(installation, record, strategy)
+    )
 
 
 def revert(installation: Installation) -> list[Path]:
@@ -157,12 +171,12 @@ def _rewritten(installation: Installation, file: BackendFile) -> Change:
 
 def _companions(strategy: Strategy, order: Sequence[str] | None) -> dict[str, bytes]:
     """What goes beside the backends, by file name: the dispatch, set to strategy and order, and the kernels."""
-    dispatch = (Path(__file__).parent / "dispatch.py").read_text(encoding="utf-8")
-    dispatch = re.sub(r"(?m)^STRATEGY = .*$", f'STRATEGY = "{strategy.value}"', dispatch, count=1)
+    dispatch = (Path(__file__).parent / "dispatch.py").read_bytes()
+    dispatch = _STRATEGY.sub(f'STRATEGY = "{strategy.value}"'.encode(), dispatch, count=1)
     if order is not None:
         names = ", ".join(f'"{name}"' for name in order)
-        dispatch = re.sub(r"(?m)^ORDER = .*$", f"ORDER = ({names},)", dispatch, count=1)
-    return {f"{DISPATCH}.py": dispatch.encode()} | {path.name: path.read_bytes() for path in kernel_files()}
+        dispatch = _ORDER.sub(f"ORDER = ({names},)".encode(), dispatch, count=1)
+    return {f"{DISPATCH}.py": dispatch} | {path.name: path.read_bytes() for path in kernel_files()}
 
 
 def _added(installation: Installation, directory: Path, companions: dict[str, bytes]) -> list[Change]:
@@ -174,10 +188,11 @@ def _added(installation: Installation, directory: Path, companions: dict[str, by
     return added
 
 
-def _is_current(installation: Installation, record: Record, companions: dict[str, bytes]) -> bool:
-    """Whether an untouched fix is of this strategy and order, and of this mla-diag."""
+def _is_current(installation: Installation, record: Record, strategy: Strategy) -> bool:
+    """Whether an untouched fix is of this strategy and of this mla-diag, in whatever order `auto` was measured."""
     added = [installation.root / entry.path for entry in record.files if entry.before is None]
-    return {path.name: path.read_bytes() for path in added} == companions
+    found = {path.name: _ORDER.sub(b"", path.read_bytes()) for path in added}
+    return found == {name: _ORDER.sub(b"", content) for name, content in _companions(strategy, None).items()}
 
 
 def _is_patched(path: Path) -> bool:

@@ -28,9 +28,9 @@ from .mla_fp8_triton import (
     GROUP_FIELDS,
     ITEM_FIELDS,
     PORTABLE,
-    attend,
-    combine,
-    plan,
+    mla_fp8_attention,
+    mla_fp8_combine,
+    mla_fp8_plan,
 )
 
 __all__ = ["Schedule", "Tuning", "mla_fp8", "mla_schedule", "tuning", "workspace_bytes"]
@@ -148,10 +148,10 @@ def mla_schedule(
     columns = config.block_heads
     slots = config.programs_per_sm * _processors(lengths.device)
     tiles = batch * triton.cdiv(heads, columns) if tokens is None else tokens * heads // columns + batch
-    capacity = max(slots, tiles + slots // 4)  # the room that `plan` has at most
+    capacity = max(slots, tiles + slots // 4)  # the room that `mla_fp8_plan` has at most
     items = torch.empty(capacity, ITEM_FIELDS.value, dtype=torch.int32, device=lengths.device)
     groups = torch.empty(tiles, GROUP_FIELDS.value, dtype=torch.int32, device=lengths.device)
-    plan[(triton.cdiv(capacity, PLAN_ROWS),)](
+    mla_fp8_plan[(triton.cdiv(capacity, PLAN_ROWS),)](
         kv_indptr, kv_lens, qo_indptr, items, groups, batch, heads, slots, capacity, tiles,
         HAS_LENS=kv_lens is not None, EXTEND=qo_indptr is not None, BATCH=max(16, triton.next_power_of_2(batch)),
         BLOCK_H=columns, BLOCK_N=config.block_tokens, ROWS=PLAN_ROWS, num_warps=4,
@@ -257,7 +257,7 @@ def mla_fp8(
     overlap = EARLY_LAUNCH and query.is_cuda and torch.cuda.get_device_capability(query.device)[0] >= 9
     launch = {"launch_pdl": True} if overlap else {}
     shared: dict[str, Any] = {"LATENT": latent, "EXTEND": qo_indptr is not None, "BLOCK_H": config.block_heads}
-    attend[(len(schedule.items),)](
+    mla_fp8_attention[(len(schedule.items),)](
         query, query_rope, rows, table, kv_indptr, kv_lens, qo_indptr, schedule.items, out, lse, partial, partial_lse,
         *query.stride()[:2], *query_rope.stride()[:2], *out.stride()[:2], 0 if page_table is None else table.stride(0),
         heads, score_scale, out_scale, lse_scale,
@@ -269,7 +269,7 @@ def mla_fp8(
     # that pieces add up within threads.
     pieces = min(max(triton.next_power_of_2(len(schedule.items) // len(schedule.groups)), 8), 128)
     chunk = min(4096 // pieces, latent)
-    combine[(len(schedule.groups), config.block_heads, latent // chunk)](
+    mla_fp8_combine[(len(schedule.groups), config.block_heads, latent // chunk)](
         qo_indptr, schedule.groups, out, lse, partial, partial_lse, *out.stride()[:2], heads, out_scale, lse_scale,
         CHUNK=chunk, BLOCK_P=pieces, OVERLAP=overlap, num_warps=4 if chunk < 128 else max(chunk // 256, 1),
         **shared, **launch,

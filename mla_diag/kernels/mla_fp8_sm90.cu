@@ -13,7 +13,7 @@
 //
 // The grid is fixed and its blocks share the work evenly, whatever the lengths (mla_fp8_sm90_schedule.cuh). A (request,
 // row tile) that one block covers whole is written out at once; of one that is split, each block leaves a partial
-// result, and mla_combine joins them.
+// result, and mla_fp8_sm90_combine joins them.
 //
 // Built once per tile height: ROWS query rows (token x head) by 64 tokens, with STAGES tiles of the pool in shared
 // memory. See mla_fp8_sm90.py for the choices and docs/kernel-log.md for the reasons.
@@ -277,7 +277,7 @@ __device__ inline Turn compute_piece(const Params& p, const Piece& piece, Turn t
   return turn;
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1) mla_split(const __grid_constant__ Params p) {
+extern "C" __global__ void __launch_bounds__(THREADS, 1) mla_fp8_sm90_attention(const __grid_constant__ Params p) {
   extern __shared__ __align__(128) unsigned char memory[];
   Shared& s = *reinterpret_cast<Shared*>(memory);
   launch_dependents();
@@ -331,7 +331,7 @@ struct Mean {
 };
 
 // One block for a (token, head) and 512 / gridDim.z latents. Groups of threads take every n-th partial result.
-extern "C" __global__ void __launch_bounds__(COMBINE_THREADS) mla_combine(const __grid_constant__ Params p) {
+extern "C" __global__ void __launch_bounds__(COMBINE_THREADS) mla_fp8_sm90_combine(const __grid_constant__ Params p) {
   __shared__ Mean shared[COMBINE_THREADS];
   const int token = blockIdx.x, head = blockIdx.y, request = request_of(p, token);
   const i64 out_row = static_cast<i64>(token) * p.heads + head;

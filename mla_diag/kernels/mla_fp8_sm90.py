@@ -22,7 +22,7 @@ __all__ = ["TILES", "Tile", "mla_fp8_sm90", "unavailable", "workspace_bytes"]
 SOURCE = Path(__file__).with_suffix(".cu")
 LATENT, ROPE = 512, 64
 WIDTH = LATENT + ROPE
-_THREADS = 384  # of a block of the split kernel
+_THREADS = 384  # of a block of the attention kernel
 _TOKENS, _ROW_STRIDE = 64, WIDTH + 32  # pool rows of a tile, and bytes from one to the next in shared memory
 _DTYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 
@@ -182,7 +182,7 @@ def mla_fp8_sm90(
     if tokens == 0 or batch == 0:
         return out, lse
     tile = choose_tile(tokens, heads, batch) if tile is None else tile
-    split, combine, blocks = _kernels(tile, _index(device))
+    attention, combine, blocks = _kernels(tile, _index(device))
     size = workspace_bytes(batch, device)
     workspace = torch.empty(size, dtype=torch.uint8, device=device) if workspace is None else workspace
     _require(workspace.nbytes >= size and workspace.data_ptr() % 16 == 0, f"workspace must have {size} aligned bytes")
@@ -222,19 +222,23 @@ def mla_fp8_sm90(
     slices = next((n for n in (1, 2, 4) if tokens * heads * n >= 2 * blocks), 8)
     with torch.cuda.device(device):
         stream = torch.cuda.current_stream().cuda_stream
-        split.launch((blocks, 1, 1), _THREADS, stream, params)
+        attention.launch((blocks, 1, 1), _THREADS, stream, params)
         combine.launch((tokens, heads, slices), 128 if slices == 1 else 256, stream, params, overlap=True)
     return out, lse
 
 
 @functools.cache
 def _kernels(tile: Tile, device: int) -> tuple[Kernel, Kernel, int]:
-    """The split and combine kernels of a tile shape, and how many blocks the first gets: one a multiprocessor."""
+    """The attention and combine kernels of a tile shape, and how many blocks the first gets: one a multiprocessor."""
     with torch.cuda.device(device):
         torch.cuda.current_stream().synchronize()  # makes the device's context current, for the module to load into
         module = Module(build(SOURCE, "sm_90a", tile.defines))
     multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
-    return module.kernel("mla_split", tile.shared_bytes), module.kernel("mla_combine"), multiprocessors
+    return (
+        module.kernel("mla_fp8_sm90_attention", tile.shared_bytes),
+        module.kernel("mla_fp8_sm90_combine"),
+        multiprocessors,
+    )
 
 
 def _index(device: torch.device | int | None) -> int:

@@ -1,6 +1,6 @@
 # ruff: noqa: N803, N806, PLR0915, RET505 (Triton: capitals for constants, flat arguments, `else` at compile time)
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
-"""The Triton kernels of `mla_fp8`: plan, attend, combine.
+"""The Triton kernels of `mla_fp8`: plan, attention, combine. Their names are what a trace shows.
 
 How it works. A pool row is 576 bytes, latent 512 then rope 64; it serves as key and, its latent, as value. Rows go from
 the pool to shared memory once, as 16-bit pairs of bytes, so that `ldmatrix` can hand them to the tensor cores in either
@@ -18,7 +18,7 @@ for asynchronous copies, `ldmatrix` and the absence of spills on every architect
 import triton
 import triton.language as tl
 
-# An item: request, tile, first key, end, slot. A group: request, tile, first slot, pieces. See `plan`.
+# An item: request, tile, first key, end, slot. A group: request, tile, first slot, pieces. See `mla_fp8_plan`.
 ITEM_FIELDS, GROUP_FIELDS = tl.constexpr(8), tl.constexpr(4)
 CANDIDATES = tl.constexpr(32)
 # How a pair of bytes becomes FP16. BITS is the packed form of PORTABLE, which the interpreter runs. Either moves the
@@ -132,7 +132,7 @@ def _pick(values, hit):
 
 
 @triton.jit(do_not_specialize=["batch", "slots", "capacity", "groups_size"])
-def plan(
+def mla_fp8_plan(
     kv_indptr, kv_lens, qo_indptr, items, groups, batch, heads, slots, capacity, groups_size,
     HAS_LENS: tl.constexpr, EXTEND: tl.constexpr, BATCH: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr,
     ROWS: tl.constexpr,
@@ -207,7 +207,7 @@ def _columns(index, tile, request, qo_indptr, heads, BLOCK_H: tl.constexpr, EXTE
 
 
 @triton.jit(do_not_specialize=["lse_scale"])
-def attend(
+def mla_fp8_attention(
     q_nope, q_rope, pool, table, kv_indptr, kv_lens, qo_indptr, items, out, lse, partial, partial_lse,
     stride_nope_t, stride_nope_h, stride_rope_t, stride_rope_h, stride_out_t, stride_out_h, stride_table,
     heads, score_scale, out_scale, lse_scale,
@@ -316,7 +316,7 @@ def attend(
 
 
 @triton.jit(do_not_specialize=["lse_scale"])
-def combine(
+def mla_fp8_combine(
     qo_indptr, groups, out, lse, partial, partial_lse, stride_out_t, stride_out_h, heads, out_scale, lse_scale,
     LATENT: tl.constexpr, EXTEND: tl.constexpr, BLOCK_H: tl.constexpr, CHUNK: tl.constexpr, BLOCK_P: tl.constexpr,
     OVERLAP: tl.constexpr,
@@ -330,7 +330,7 @@ def combine(
     pieces = tl.load(group + 3)
     token, head, valid = _columns(index, tl.load(group + 1), tl.load(group), qo_indptr, heads, BLOCK_H, EXTEND)
     if OVERLAP:
-        # Launched early. Every program waits, also one without work: kernels after this one count on `attend` too.
+        # Launched early. Every program waits, also one without work: kernels after this one count on it too.
         # Triton's own name for it, gdc_wait, does not compile in 3.4.
         tl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
     if (pieces < 2) | (valid == 0):

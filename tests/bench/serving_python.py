@@ -31,6 +31,8 @@ ANSWERS = """
         row |= {{"roofline_us": 10.0, "reason": ""}}
         if isinstance(what, float):
             row["us"] = what
+        elif what == "loose":
+            row["error"] = 2.3e-3
         elif what == "wrong" and place == 1:
             row["error"] = 0.03
         elif what == "not installed":

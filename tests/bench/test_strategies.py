@@ -39,7 +39,7 @@ def test_the_cast_is_taken_where_nothing_is_better(tmp_path: Path) -> None:
 
 
 FAILURES = {
-    "wrong": "at 16 x 8192, 128 heads, its relative error is 3.0e-02, not under 2e-03",
+    "wrong": "at 16 x 8192, 128 heads, its relative error is 3.0e-02, not under 2.0e-03",
     "raises": "at 1 x 2048, 16 heads, RuntimeError: [no] kernel image",
     "crash": "it was killed by SIGSEGV",
     "hang": "no answer in 5 s",
@@ -51,6 +51,13 @@ def test_what_fails_is_left_out_and_takes_nothing_with_it(tmp_path: Path, what: 
     found = measured(tmp_path, native=what, kernel=20.0, gather=30.0)
     assert (found["native"].verdict, found["native"].why) == (Verdict.FAILED, why)
     assert order(list(found.values())) == ("kernel", "gather")
+
+
+def test_what_is_as_good_as_the_cast_is_right(tmp_path: Path) -> None:
+    """FlashInfer's own error is over 2e-3 at some shapes: its FP8 kernel is not wrong for giving the same result."""
+    found = measured(tmp_path, native="loose", cast="loose")
+    assert found["native"].verdict is Verdict.RIGHT
+    assert measured(tmp_path, native="loose")["native"].why.endswith("is 2.3e-03, not under 2.0e-03")
 
 
 def test_what_is_not_installed_keeps_its_place_behind_what_was_measured(tmp_path: Path) -> None:

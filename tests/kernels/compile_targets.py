@@ -66,16 +66,20 @@ def compile_all(capability, columns, **overrides):
     target = GPUTarget("cuda", 10 * capability[0] + capability[1], 32)
     decode = {"HAS_LENS": False, "EXTEND": False, "BLOCK_H": config.block_heads, "kv_lens": None, "qo_indptr": None}
     kernels = {
-        "plan": (mla_fp8_triton.plan, {"BATCH": 64, "BLOCK_N": config.block_tokens, "ROWS": 32}, {"num_warps": 4}),
+        "plan": (
+            mla_fp8_triton.mla_fp8_plan,
+            {"BATCH": 64, "BLOCK_N": config.block_tokens, "ROWS": 32},
+            {"num_warps": 4},
+        ),
         "attend": (
-            mla_fp8_triton.attend,
+            mla_fp8_triton.mla_fp8_attention,
             {"LATENT": 512, "ROPE": 64, "ROW": 288, "PAGE": 1, "PAGED": False, "CAUSAL": False,
              "BLOCK_N": config.block_tokens, "STAGES": config.stages,
              "WHOLE": config.whole_words, "DECODE": config.decode},
             {"num_warps": config.warps, "num_stages": config.stages},
         ),
         "combine": (
-            mla_fp8_triton.combine,
+            mla_fp8_triton.mla_fp8_combine,
             {"LATENT": 512, "CHUNK": 256, "BLOCK_P": 16, "OVERLAP": capability >= (9, 0)},
             {"num_warps": 2},
         ),

@@ -51,7 +51,7 @@ def dump(cubin: Path, *options: str) -> str:
 @TILE_LIST
 def test_registers_and_spills(tile: Tile, machine_code: dict[int, Path]) -> None:
     usage = dump(machine_code[tile.rows], "--dump-resource-usage")
-    found = re.search(r"Function mla_split:\s+REG:(\d+) STACK:(\d+)", usage)
+    found = re.search(r"Function mla_fp8_sm90_attention:\s+REG:(\d+) STACK:(\d+)", usage)
     assert found, usage
     registers, stack = map(int, found.groups())
     assert registers * 384 <= 65_536
@@ -61,7 +61,7 @@ def test_registers_and_spills(tile: Tile, machine_code: dict[int, Path]) -> None
 @TILE_LIST
 def test_the_tensor_cores_run_ahead(tile: Tile, machine_code: dict[int, Path]) -> None:
     """The compiler falls back to one wait for each wgmma when it runs out of registers; that halves the speed."""
-    code = dump(machine_code[tile.rows], "--dump-sass", "-fun", "mla_split")
+    code = dump(machine_code[tile.rows], "--dump-sass", "-fun", "mla_fp8_sm90_attention")
     products = re.findall(r"HGMMA\.(\S+) (R\d+), (R\d+)", code)
     assert len(products) == WIDTH // 16 + 4 * 4
     assert {shape for shape, *_ in products} == {f"64x{tile.rows}x16.F32"}
