@@ -75,12 +75,14 @@ class Agreement(msgspec.Struct, frozen=True):
     top1: float
 
 
-def record_logits(client: Client, server: ServerInfo) -> Logits:
+def record_logits(client: Client, server: ServerInfo, *, again: bool = False) -> Logits:
     """Take a server through tokens that depend on nothing but how much it can hold.
 
     Args:
-        client: The server.
+        client: The server, with no other requests.
         server: What it says of itself.
+        again: Whether it is to find the prompts in its cache, as a second pass does. Otherwise the cache is emptied: a
+            single prompt of which one token is cached has SGLang prefill its whole batch by another kernel.
 
     Raises:
         ServerError: It refused, or answered without the log-probabilities.
@@ -93,6 +95,8 @@ def record_logits(client: Client, server: ServerInfo) -> Logits:
     forced = draw.sample(_IDS, PROMPTS)
     sampled = draw.sample([token for token in _IDS if token not in forced], _SAMPLED)
     asked = {"return_logprob": [True] * PROMPTS, "token_ids_logprob": [sampled] * PROMPTS}
+    if not again:
+        client.flush_cache()
     decode = client.generate({
         "input_ids": prefixes,
         "sampling_params": [_sampling(STEPS, logit_bias={str(token): _BIAS}) for token in forced],

@@ -272,7 +272,7 @@ def _logits(client: Client, server: ServerInfo, bench: ServerBench, when: str) -
     try:
         logits = record_logits(client, server)
         if when == "before":
-            bench.repeatability = agree(logits, record_logits(client, server))
+            bench.repeatability = agree(logits, record_logits(client, server, again=True))
     except MlaDiagError as error:
         bench.notes.append(f"no logits {when}: {' '.join(str(error).split())}")
         return None

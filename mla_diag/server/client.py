@@ -235,6 +235,14 @@ class Client:
         except ServerError:
             return
 
+    def flush_cache(self) -> None:
+        """Have an idle server forget its prefixes.
+
+        Raises:
+            ServerError: It runs requests, or does not answer.
+        """
+        self._check(self._send("POST", "flush_cache", self.timeouts.answer), "flush_cache")
+
     def start_profile(self, request: Mapping[str, Any]) -> None:
         """Start the profiler, or have it start with the next step.
 

@@ -70,3 +70,12 @@ def test_a_server_without_log_probabilities_is_one_line():
     silent = pytest.raises(ServerError, match="answers without the log-probabilities")
     with StandIn() as server, Client(server.url) as client, silent:
         record_logits(client, replace(NOTHING_KNOWN, pool_tokens=100_000))
+
+
+def test_the_cache_is_emptied_first_but_not_for_a_second_pass():
+    """One cached token of one prompt had a whole batch prefilled by the paged kernel in place of the ragged one."""
+    with StandIn() as server, Client(server.url) as client:
+        for again, flushes in ((True, 0), (False, 1)):
+            with pytest.raises(ServerError):
+                record_logits(client, replace(NOTHING_KNOWN, pool_tokens=100_000), again=again)
+            assert len(server.asked("flush_cache")) == flushes

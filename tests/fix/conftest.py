@@ -23,6 +23,8 @@ def install(directory: Path) -> Path:
     runner = directory / "sglang" / "srt" / "model_executor" / "model_runner.py"
     runner.parent.mkdir()
     runner.write_text("class ModelRunner:\n    def __init__(self, dtype):\n        self.kv_cache_dtype = dtype\n")
+    # A package without one gives way to any SGLang further back on the path.
+    (directory / "sglang" / "__init__.py").write_text("")
     (directory / "sglang" / "version.py").write_text('__version__ = "0.5.17"\n')
     return directory / "sglang"
 

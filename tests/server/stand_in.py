@@ -158,6 +158,7 @@ class StandIn:
             "stop_profile": self._stop,
             "generate": lambda: self._generate(body),
             "abort_request": self._abort,
+            "flush_cache": lambda: (200, "Cache flushed.\n"),
         }.get(endpoint)
         return action() if action is not None else (404, '{"detail": "Not Found"}')
 

@@ -185,13 +185,16 @@ def test_two_passes_through_the_same_tokens_say_the_same(server: CpuServer):
     with Client(server.url) as client:
         info = parse_server_info(client.server_info())
         first, second = record_logits(client, info), record_logits(client, info)
+        cached = record_logits(client, info, again=True)
     for stage in (first.decode, first.prefill):
         assert stage.sampled.shape == (512, 256)
         assert stage.sampled.std(axis=1).min() > 0
         assert len(set(stage.top)) > 1
-    for found in agree(first, second):
+    for found in (*agree(first, second), *agree(first, cached)):
         assert found.cosine > 0.999
         assert found.max_error < 1e-4  # the weights are a thousandth, so logits are too
+    for found in agree(first, second):
+        assert (found.max_error, found.top1) == (0.0, 1.0)
 
 
 def test_a_server_killed_under_a_capture_is_one_line(server: CpuServer, tmp_path: Path):
