@@ -91,10 +91,11 @@ def attend(
 def _takes_hopper(device: torch.device, tokens: int, heads: int, batch: int) -> bool:
     """Whether Hopper's kernel takes a call of `tokens` query tokens of `batch` requests.
 
-    Whatever the shape: at 16 heads the two are about equal, from 64 up Hopper's is up to three times as fast
-    (docs/kernel-log.md).
+    All but the smallest: with one token of up to 16 heads the Triton kernel is a tenth faster up to 32k tokens, with more
+    rows Hopper's is up to three times as fast (docs/kernel-log.md). Lengths would tell more, and the host has none.
     """
-    return _is_hopper(device) and prepare(device) is None
+    smallest = batch == 1 and tokens * heads <= 16
+    return not smallest and _is_hopper(device) and prepare(device) is None
 
 
 @lru_cache
