@@ -33,28 +33,25 @@ def test_recordings_stay_small_enough_for_a_checkout():
 
 @pytest.mark.parametrize("entry", MANIFEST, ids=lambda entry: entry["file"].split(".")[0])
 def test_recording_holds_what_its_manifest_says(entry: dict[str, Any]):
-    expect = entry["expect"]
     diagnosis = mla_diag.explain(TRACES / entry["file"])
-    (stage,) = diagnosis.stages
-    assert stage.stage.value == expect["stage"]
-    assert stage.steps == expect["steps"]
-    assert stage.step_source.value == expect["step_source"]
-    assert stage.device_ms_per_step == pytest.approx(expect["device_ms"], abs=0.001)
-    assert stage.busy_ms_per_step == pytest.approx(expect["busy_ms"], abs=0.001)
+    assert [stage.stage.value for stage in diagnosis.stages] == [expect["stage"] for expect in entry["expect"]]
+    for stage, expect in zip(diagnosis.stages, entry["expect"], strict=True):
+        assert stage.steps == expect["steps"]
+        assert stage.step_source.value == expect["step_source"]
+        assert stage.device_ms_per_step == pytest.approx(expect["device_ms"], abs=0.001)
+        assert stage.busy_ms_per_step == pytest.approx(expect["busy_ms"], abs=0.001)
+        kinds = {finding.kind for finding in diagnosis.findings if finding.stage is stage.stage}
+        assert ("whole-pool-copy" in kinds) is expect["pool_copy"]
 
-    kinds = {finding.kind for finding in diagnosis.findings}
-    assert ("whole-pool-copy" in kinds) is expect["pool_copy"]
-
-    first = stage.ops[0]
-    wanted = expect["first"]
-    assert first.op == wanted.get("op")
-    assert first.launches_per_step == wanted["launches"]
-    assert first.ms_per_step == pytest.approx(wanted["ms"], abs=0.001)
-    assert first.bytes_per_launch == wanted.get("bytes_per_launch")
-    if "kernel" in wanted:
-        assert short_kernel_name(first.kernel) == wanted["kernel"]
-    source = first.source
-    assert (source and source.file, source and source.function) == (wanted.get("file"), wanted.get("function"))
+        first, wanted = stage.ops[0], expect["first"]
+        assert first.op == wanted.get("op")
+        assert first.launches_per_step == wanted["launches"]
+        assert first.ms_per_step == pytest.approx(wanted["ms"], abs=0.001)
+        assert first.bytes_per_launch == wanted.get("bytes_per_launch")
+        if "kernel" in wanted:
+            assert short_kernel_name(first.kernel) == wanted["kernel"]
+        source = first.source
+        assert (source and source.file, source and source.function) == (wanted.get("file"), wanted.get("function"))
 
 
 @pytest.mark.parametrize("entry", MANIFEST, ids=lambda entry: entry["file"].split(".")[0])

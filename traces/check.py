@@ -28,7 +28,7 @@ def status(path: Path) -> int:
 
 wrong = 0
 for recording in tomllib.loads((TRACES / "manifest.toml").read_text())["recording"]:
-    expected = 1 if recording["expect"]["pool_copy"] else 0
+    expected = int(any(stage["pool_copy"] for stage in recording["expect"]))
     got = status(TRACES / recording["file"])
     wrong += got != expected
     print(f"{'ok' if got == expected else 'WRONG'}  exit {got}  {recording['file']}: {recording['what']}")

@@ -24,8 +24,8 @@ def run() -> None:
     console = Console(highlight=False)
     _say(console, "An MLA model on one H200: SGLang 0.5.17 as shipped, FP8 KV pool, one request of 2,000 tokens.\n")
     explain.run([recording("base-eager-decode-stack")], top=4)
-    _say(console, "\nThe same with CUDA graphs, then with attention that reads the FP8 pool without copying it:\n")
-    compare.run(recording("base-graph-decode"), recording("native-graph-decode"), top=3)
+    _say(console, "\nThe same server with CUDA graphs and a cached prefix, before and after `mla-diag fix --apply`:\n")
+    compare.run(recording("shipped-both-stages"), recording("kernel-both-stages"), top=3)
 
 
 def _say(console: Console, text: str) -> None:

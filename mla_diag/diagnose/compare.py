@@ -62,6 +62,8 @@ class StageChange(msgspec.Struct, frozen=True):
         after_steps: Steps that those after rest on.
         before_device_ms: Device time before.
         after_device_ms: Device time after.
+        before_busy_ms: Time in which the device did anything before: what overlaps counts once.
+        after_busy_ms: The same after.
         before_wall_ms: Wall time before.
         after_wall_ms: Wall time after.
         speedup: Device time before over device time after: above 1 is faster.
@@ -75,6 +77,8 @@ class StageChange(msgspec.Struct, frozen=True):
     after_steps: int
     before_device_ms: float
     after_device_ms: float
+    before_busy_ms: float
+    after_busy_ms: float
     before_wall_ms: float
     after_wall_ms: float
     speedup: float
@@ -140,6 +144,8 @@ def _compare_stage(
         after_steps=after.steps,
         before_device_ms=before.device_ms_per_step,
         after_device_ms=after.device_ms_per_step,
+        before_busy_ms=before.busy_ms_per_step,
+        after_busy_ms=after.busy_ms_per_step,
         before_wall_ms=before.wall_ms_per_step,
         after_wall_ms=after.wall_ms_per_step,
         speedup=before.device_ms_per_step / after.device_ms_per_step if after.device_ms_per_step else 0.0,

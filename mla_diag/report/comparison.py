@@ -12,6 +12,7 @@ from mla_diag.diagnose.kernel_names import short_kernel_name
 from mla_diag.report.units import milliseconds
 
 _ROW = "{:>9} {:>9} {:>10}  {:>17}  {:<7} "
+_OVERLAP = 0.05  # kernels that overlap by less than this part of a step are not worth a word
 _STYLES = {Change.WENT: "green", Change.SHRANK: "green", Change.CAME: "red", Change.GREW: "red", Change.SAME: "dim"}
 
 
@@ -39,11 +40,16 @@ def _header(stage: StageChange) -> Iterator[Text]:
     )
     faster = stage.speedup >= 1
     ratio = stage.speedup if faster else 1 / stage.speedup if stage.speedup else 0.0
+    sides = ((stage.before_busy_ms, stage.before_device_ms), (stage.after_busy_ms, stage.after_device_ms))
+    # Kernels launched early (programmatic dependent launch) wait on the device: their own times count the wait.
+    overlap = any(busy < (1 - _OVERLAP) * device for busy, device in sides)
+    busy = f"; busy {milliseconds(stage.before_busy_ms)} to {milliseconds(stage.after_busy_ms)} ms" if overlap else ""
     yield Text.assemble(
         "a step: ",
         (f"{milliseconds(stage.before_device_ms)} to {milliseconds(stage.after_device_ms)} ms of device time", "bold"),
         ", ",
         (f"{ratio:.3g} times as {'fast' if faster else 'slow'}", "bold green" if faster else "bold red"),
+        busy,
         f"; wall time {milliseconds(stage.before_wall_ms)} to {milliseconds(stage.after_wall_ms)} ms",
     )
     if stage.fixed:

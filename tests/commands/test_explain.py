@@ -103,7 +103,8 @@ def test_demo_tells_the_story():
     assert (result.returncode, result.stderr) == (0, "")
     assert "HIGH whole-pool-copy (92.1%)" in result.stdout
     assert "flashinfer_mla_backend.py:616 forward_decode" in result.stdout
-    assert "72.44 to 6.960 ms of device time, 10.4 times as fast" in result.stdout
+    assert "72.31 to 5.393 ms of device time, 13.4 times as fast; busy 72.06 to 4.732 ms" in result.stdout
+    assert "84.28 to 29.97 ms of device time, 2.81 times as fast; busy 84.28 to 21.40 ms" in result.stdout
 
 
 def test_version_and_help():
