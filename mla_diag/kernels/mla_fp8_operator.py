@@ -91,8 +91,8 @@ def attend(
 def _takes_hopper(device: torch.device, tokens: int, heads: int, batch: int) -> bool:
     """Whether Hopper's kernel takes a call of `tokens` query tokens of `batch` requests.
 
-    All but the smallest: with one token of up to 16 heads the Triton kernel is a tenth faster up to 32k tokens, and with
-    more rows Hopper's up to three times as fast (docs/kernel-log.md). Lengths would tell more, and the host has none.
+    All but the smallest: with one token of up to 16 heads the Triton kernel is a tenth faster up to 32k tokens, with
+    more rows Hopper's is up to three times as fast (docs/kernel-log.md). Lengths would tell more; the host has none.
     """
     smallest = batch == 1 and tokens * heads <= 16
     return not smallest and _is_hopper(device) and prepare(device) is None
