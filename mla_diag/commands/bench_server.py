@@ -17,7 +17,7 @@ from mla_diag.bench.agreement import Logits, agree, record_logits
 from mla_diag.bench.measure import ROWS, LeftOut, Measured, Plan, Row, measure_rows
 from mla_diag.bench.process import ServerCommand, ServerProcess
 from mla_diag.bench.server import ServerBench, ServerSide, gains
-from mla_diag.commands import doctor, profile
+from mla_diag.commands import profile
 from mla_diag.commands.bench import parse_shape
 from mla_diag.commands.common import check_output
 from mla_diag.commands.fix import parse_strategy
@@ -35,6 +35,7 @@ from mla_diag.report.bench import print_bench
 from mla_diag.report.json import render_json
 from mla_diag.report.units import milliseconds
 from mla_diag.server.client import Client
+from mla_diag.server.live import expose_live
 
 __all__ = ["Options", "measure_served", "measure_url", "parse_strategy", "plan_of", "run"]
 
@@ -235,7 +236,7 @@ def _visit(command: ServerCommand, options: Options, bench: ServerBench, out: Pa
         visit = _Visit(ServerSide.of(server))
         setattr(bench, when, visit.side)
         _measure(client, server, visit.side, options.plan, f"{when}: ")
-        exposure = doctor.ask(client, model_config=options.model_config)
+        exposure = expose_live(client, model_config=options.model_config)
         if exposure.exposed is False:
             visit.harmless = exposure.stages[0].why
         elif options.logits and options.fix:

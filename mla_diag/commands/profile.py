@@ -14,7 +14,6 @@ from typing import NamedTuple, TextIO
 import msgspec
 from rich.console import Console
 
-from mla_diag.commands import doctor
 from mla_diag.commands.explain import fail_on_findings
 from mla_diag.commands.progress import Progress
 from mla_diag.diagnose.diagnosis import Diagnosis
@@ -34,6 +33,7 @@ from mla_diag.report.terminal import print_report
 from mla_diag.server.capture import Capture, CapturePlan
 from mla_diag.server.client import Client, Timeouts
 from mla_diag.server.exposure import expose
+from mla_diag.server.live import card_of, model_of
 from mla_diag.server.load import Load, LoadPlan, plan_load
 from mla_diag.server.model_config import ModelConfig
 from mla_diag.server.releases import START_STEP, STEP_SPANS, is_older
@@ -184,7 +184,7 @@ def take(client: Client, options: Options, announce: Callable[[str], None] = _an
         ServerError, UnreadableInputError, UsageError: As for `run`.
     """
     recording = _record(client, options, announce)
-    card = doctor.card_of(client)
+    card = card_of(client)
     diagnosis = _explain(recording, options, announce)
     card = next((trace.device for trace in diagnosis.traces if trace.device), card)
     diagnosis = _beside_floor(diagnosis, recording, card)
@@ -215,7 +215,7 @@ def _record(client: Client, options: Options, announce: Callable[[str], None]) -
     name = f"mla-diag-{time.strftime('%Y%m%d-%H%M%S')}"
     directory = locate(options.trace_root, local=client.is_local, name=f"{name}-{os.getpid()}")
     out = options.out or Path(name)
-    model = doctor.model_of(server, options.model_config, here=client.is_local)
+    model = model_of(server, options.model_config, here=client.is_local)
     by_stage = plan is not None and is_older(server.version, STEP_SPANS)
     passes = options.steps + (plan.prefill_steps if plan is not None and not by_stage else 0)
     capture_plan = CapturePlan(passes, by_stage, options.stacks, options.traffic_timeout)
