@@ -263,12 +263,13 @@ def fix(
     """
     from mla_diag.commands import common
     from mla_diag.commands import fix as command
+    from mla_diag.commands.strategies import parse_strategy
 
     command.run(
         apply=apply,
         revert=revert,
         verify=verify,
-        strategy=command.parse_strategy(strategy),
+        strategy=parse_strategy(strategy),
         sglang=sglang,
         output_format=common.parse_format(output_format),
     )
@@ -292,9 +293,9 @@ def bench_kernel(
     plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw it to this SVG file as well.")] = None,
 ) -> None:
     """Time the attention of one layer over an FP8 pool: every alternative installed, against the roofline."""
-    from mla_diag.commands import bench as command
+    from mla_diag.commands import bench_kernel as command
 
-    command.run_kernel(heads or (), shape or (), output, milliseconds, recorded=recorded, plot=plot)
+    command.run(heads or (), shape or (), output, milliseconds, recorded=recorded, plot=plot)
 
 
 @bench.command("server")
@@ -343,6 +344,7 @@ def bench_server(
     code of SGLang's.
     """
     from mla_diag.commands import bench_server as command
+    from mla_diag.commands.strategies import parse_strategy
 
     command.run(
         serve,
@@ -350,7 +352,7 @@ def bench_server(
         command.Options(
             plan=command.plan_of(shape or (), output_len, repeats, warmup),
             fix=not no_fix,
-            strategy=command.parse_strategy(strategy),
+            strategy=parse_strategy(strategy),
             sglang=sglang,
             revert=revert,
             logits=not no_logits,

@@ -18,11 +18,9 @@ from mla_diag.bench.measure import ROWS, LeftOut, Measured, Plan, Row, measure_r
 from mla_diag.bench.process import ServerCommand, ServerProcess
 from mla_diag.bench.server import ServerBench, ServerSide, gains
 from mla_diag.commands import profile
-from mla_diag.commands.bench import parse_shape
-from mla_diag.commands.common import check_output
-from mla_diag.commands.fix import parse_strategy
-from mla_diag.commands.measuring import measure_strategies
+from mla_diag.commands.common import check_output, parse_shape
 from mla_diag.commands.progress import Progress
+from mla_diag.commands.strategies import measure_strategies
 from mla_diag.diagnose.compare import compare
 from mla_diag.diagnose.diagnosis import Diagnosis
 from mla_diag.diagnose.server_info import ServerInfo, parse_server_info
@@ -36,8 +34,6 @@ from mla_diag.report.json import render_json
 from mla_diag.report.units import milliseconds
 from mla_diag.server.client import Client
 from mla_diag.server.live import expose_live
-
-__all__ = ["Options", "measure_served", "measure_url", "parse_strategy", "plan_of", "run"]
 
 # On the lab's server a BF16 pool in place of the FP8 one comes to 0.996, another attention backend to 0.998.
 _ALIKE = 0.98

@@ -11,9 +11,10 @@ import pytest
 
 from mla_diag.bench.kernel_record import Record, read_record
 from mla_diag.bench.rows import Ceilings, Row, Shape
-from mla_diag.commands.bench import format_row, parse_shape
+from mla_diag.commands.common import parse_shape
 from mla_diag.errors import UsageError
 from mla_diag.report.json import render_json
+from mla_diag.report.kernel_table import format_row
 from tests.commands.invoke import Invoke
 from tests.commands.test_explain import run
 
