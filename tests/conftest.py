@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
+from tests.commands.invoke import Invoke
+
 REPOSITORY = Path(__file__).resolve().parents[1]
 
 # Without a GPU kernels run in Triton's interpreter, which has to be chosen before anything imports them.
@@ -33,3 +35,9 @@ def shared_traces() -> Path:
     if not path.is_dir():
         pytest.skip(f"no shared traces at {path}; MLA_DIAG_SHARED_TRACES may name another place")
     return path
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Invoke:
+    """Runs `mla-diag` with some arguments."""
+    return Invoke(monkeypatch, capsys)

@@ -27,11 +27,6 @@ from tests.server.stand_in import INFO, StandIn
 QUICK = ("--shape", "1x100", "--output-len", "5", "--repeats", "2")
 
 
-@pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Invoke:
-    return Invoke(monkeypatch, capsys)
-
-
 @pytest.fixture(autouse=True)
 def _little_grace(monkeypatch: pytest.MonkeyPatch) -> None:
     """What does not come by itself is waited for in seconds, and these servers have it at once or never."""

@@ -23,11 +23,6 @@ KEY = "sk-0123456789abcdef"
 BY_STAGE = INFO | {"version": "0.5.11"}
 
 
-@pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Invoke:
-    return Invoke(monkeypatch, capsys)
-
-
 @pytest.fixture(autouse=True)
 def _little_grace(monkeypatch: pytest.MonkeyPatch) -> None:
     """What does not come by itself is waited for in seconds, and these servers have it at once or never."""
