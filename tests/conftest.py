@@ -41,3 +41,11 @@ def shared_traces() -> Path:
 def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Invoke:
     """Runs `mla-diag` with some arguments."""
     return Invoke(monkeypatch, capsys)
+
+
+@pytest.fixture
+def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For servers that answer at once or never: what may take them seconds is waited for in fractions of one."""
+    monkeypatch.setattr("mla_diag.server.capture._GRACE", 0.5)
+    for module in ("bench.process", "server.capture", "server.client"):
+        monkeypatch.setattr(f"mla_diag.{module}._PAUSE", 0.05)

@@ -17,20 +17,15 @@ import msgspec
 import pytest
 
 from mla_diag.bench.server import ServerBench
-from mla_diag.server import capture
 from tests.bench.test_process import free_port, listening
 from tests.commands.invoke import Invoke
 from tests.fix.conftest import CSR, contents, edit, install
 from tests.server import stand_in
 from tests.server.stand_in import INFO, StandIn
 
+pytestmark = pytest.mark.usefixtures("_impatient")
+
 QUICK = ("--shape", "1x100", "--output-len", "5", "--repeats", "2")
-
-
-@pytest.fixture(autouse=True)
-def _little_grace(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What does not come by itself is waited for in seconds, and these servers have it at once or never."""
-    monkeypatch.setattr(capture, "_GRACE", 0.5)
 
 
 @pytest.fixture
@@ -264,11 +259,10 @@ def hanging(line: str, tmp_path: Path, *before: str) -> subprocess.Popen[str]:
     process = subprocess.Popen(whole, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     log = tmp_path / "out/after/server.log"
     deadline = time.monotonic() + 60
-    while not (log.exists() and "fired up" in log.read_text()):
+    while not (log.exists() and "POST /generate" in log.read_text()):
         assert process.poll() is None
         assert time.monotonic() < deadline
         time.sleep(0.05)
-    time.sleep(0.7)
     return process
 
 
