@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,9 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 # Without a GPU kernels run in Triton's interpreter, which has to be chosen before anything imports them.
 if not Path("/dev/nvidiactl").exists():
     os.environ["TRITON_INTERPRET"] = "1"
+
+# What a script starts in the background ignores Ctrl-C, and with it all that is started here; tests are about it.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Machines that run tests are shared: a slow example is no failure.
 settings.register_profile("mla-diag", max_examples=60, deadline=None)
