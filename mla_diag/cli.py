@@ -5,6 +5,7 @@ Those modules are imported when their command runs, because `--help` and shell c
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -377,15 +378,16 @@ def demo() -> None:
 
 
 def main() -> None:
-    """Run the command line; errors meant for its user become one line and an exit code.
-
-    A reader that goes away, as `| head` does, is typer's to deal with: it ends the command without a word.
-    """
+    """Run the command line; errors meant for its user become one line and an exit code."""
     try:
         app()
     except MlaDiagError as error:
         for line in str(error).splitlines():
             print(f"mla-diag: {line}", file=sys.stderr)
         sys.exit(error.exit_code)
+    except BrokenPipeError:
+        # The reader of our output has gone, as `| head` does: that is no error, but Python would print one on exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(0)
     except KeyboardInterrupt:
         sys.exit(130)
