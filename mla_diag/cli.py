@@ -157,7 +157,7 @@ def profile(
     Exits as explain does, and with 4 if the server cannot be reached, refuses, or never writes its traces.
     """
     from mla_diag.commands import profile as command
-    from mla_diag.server.client import Timeouts
+    from mla_diag.server.connection import Timeouts
 
     options = command.Options(
         stages=command.parse_stages(stage),

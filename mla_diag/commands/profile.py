@@ -29,7 +29,8 @@ from mla_diag.report.json import render_json
 from mla_diag.report.profile import graph_guidance, measured_gap_lines
 from mla_diag.report.terminal import print_report
 from mla_diag.server.capture import Capture, CapturePlan
-from mla_diag.server.client import Client, Timeouts
+from mla_diag.server.client import Client
+from mla_diag.server.connection import Timeouts
 from mla_diag.server.live import card_of, model_of
 from mla_diag.server.load import Load, LoadPlan, plan_load
 from mla_diag.server.measured_gap import CONTEXT, beside_floor

@@ -13,7 +13,8 @@ import pytest
 from mla_diag.diagnose.server_info import parse_server_info
 from mla_diag.errors import ServerError
 from mla_diag.server.capture import Capture, CapturePlan, Say
-from mla_diag.server.client import Client, Timeouts
+from mla_diag.server.client import Client
+from mla_diag.server.connection import Timeouts
 from mla_diag.server.load import Load, LoadPlan
 from mla_diag.server.trace_files import TraceDirectory
 from tests.server.stand_in import StandIn
