@@ -17,7 +17,7 @@ from mla_diag.errors import RefusedError, ServerError, ServerGoneError, UsageErr
 from mla_diag.server.secrets import REDACTED
 
 _SHOWN = 200  # characters of an answer that an error quotes
-_LAST_PORT = 65535
+LAST_PORT = 65535
 
 Entered = TypeVar("Entered", bound="Connection")
 
@@ -158,7 +158,7 @@ def _parse_url(url: str) -> httpx.URL:
         parsed = httpx.URL(text)
     except (httpx.InvalidURL, TypeError, ValueError):
         raise UsageError("--url: not an address; write http://HOST:PORT, with a path if the server has one") from None
-    if parsed.scheme not in ("http", "https") or not parsed.host or (parsed.port or 1) > _LAST_PORT:
+    if parsed.scheme not in ("http", "https") or not parsed.host or (parsed.port or 1) > LAST_PORT:
         raise UsageError("--url: not an address of a server; write http://HOST:PORT or https://HOST:PORT/PATH")
     return parsed.copy_with(query=None, fragment=None)
 
