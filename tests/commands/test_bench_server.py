@@ -78,7 +78,7 @@ def test_the_whole_story_in_one_command(run: Invoke, tmp_path: Path, root: Path,
     assert [str(measured.row) for measured in bench.before.rows] == ["1x100", "2x50"]
     assert (bench.fixed, bench.strategy, bench.reverted) == (str(root), "auto", True)
     for gain in bench.gains:
-        assert 3 < gain.tpot < 11
+        assert gain.tpot > 3
         assert gain.tokens_per_second > 2
     assert bench.comparison is not None
     (decode,) = bench.comparison.stages
@@ -266,7 +266,7 @@ def hanging(line: str, tmp_path: Path, *before: str) -> subprocess.Popen[str]:
     return process
 
 
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGHUP, 129)])
 def test_a_signal_ends_the_server_and_takes_the_fix_back(
     tmp_path: Path, root: Path, port: int, number: signal.Signals, status: int
 ):
@@ -280,7 +280,8 @@ def test_a_signal_ends_the_server_and_takes_the_fix_back(
     assert contents(root) == originals
 
 
-def test_nohup_keeps_it_running(tmp_path: Path, root: Path, port: int):
+def test_nohup_keeps_it_running_until_sigterm(tmp_path: Path, root: Path, port: int):
+    originals = contents(root)
     process = hanging(serving(root, port, fixed={"hangs": ["generate"]}), tmp_path, "nohup")
     os.kill(process.pid, signal.SIGHUP)
     time.sleep(0.5)
@@ -288,6 +289,7 @@ def test_nohup_keeps_it_running(tmp_path: Path, root: Path, port: int):
     os.kill(process.pid, signal.SIGTERM)
     process.communicate(timeout=60)
     assert process.returncode == 143
+    assert contents(root) == originals
 
 
 def test_results_that_cannot_be_written_are_shown(run: Invoke, tmp_path: Path):

@@ -85,6 +85,8 @@ class StandIn:
 
         class Handler(BaseHTTPRequestHandler):
             protocol_version = "HTTP/1.1"
+            # Else the kernel holds each answer's body back for 40 ms, until its head is acknowledged.
+            disable_nagle_algorithm = True
 
             def do_GET(self) -> None:
                 stand_in.handle(self, None)

@@ -21,7 +21,7 @@ from tests.server.stand_in import StandIn
 
 pytestmark = pytest.mark.usefixtures("_impatient")
 
-QUICK = Timeouts(connect=2, answer=2, generate=2, export=4)
+QUICK = Timeouts(connect=2, answer=1, generate=2, export=2.5)
 WAVE = LoadPlan(batch=1, input_len=10, cached_len=0, output_len=9)
 BY_STAGE = CapturePlan(steps=3, by_stage=True, stacks=False)
 TRAFFIC = CapturePlan(steps=3, by_stage=False, stacks=False, traffic_timeout=1.0)
