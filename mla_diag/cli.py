@@ -25,12 +25,19 @@ app = typer.Typer(
 )
 
 
+OutputFormat = Annotated[str, typer.Option("--format", help="terminal or json.")]
+ModelConfig = Annotated[Path | None, typer.Option(help="The model's config.json, or the directory that has it.")]
 ApiKey = Annotated[
     str | None,
     typer.Option(envvar="MLA_DIAG_API_KEY", show_default=False, help="For servers started with --api-key."),
 ]
 CaFile = Annotated[Path | None, typer.Option(help="Certificate of the authority that signed the server's.")]
 Insecure = Annotated[bool, typer.Option("--insecure", help="Do not check the server's certificate.")]
+
+
+def _verify(ca_file: Path | None, insecure: bool) -> bool | Path:
+    """How a server's certificate is checked; an authority that was named does not matter where none is."""
+    return not insecure and (ca_file or True)
 
 
 def _show_version(asked: bool) -> None:
@@ -56,7 +63,7 @@ def explain(
             metavar="PATH...", help="Traces (.json, .json.gz), directories of them, glob patterns; or URLs: sftp://."
         ),
     ],
-    output_format: Annotated[str, typer.Option("--format", help="terminal or json.")] = "terminal",
+    output_format: OutputFormat = "terminal",
     output: Annotated[Path | None, typer.Option("-o", "--output", help="Write the report to this file.")] = None,
     top: Annotated[int, typer.Option(min=1, help="Ops to print a stage; JSON has all of them.")] = 10,
     stage: Annotated[str | None, typer.Option(help="Only decode, prefill, mixed or other steps.")] = None,
@@ -131,9 +138,7 @@ def profile(
             help="Where the server writes and this host can read: a shared path, an fsspec URL, or PATH=PATH_OR_URL.",
         ),
     ] = None,
-    model_config: Annotated[
-        Path | None, typer.Option(help="The model's config.json, or the directory that has it.")
-    ] = None,
+    model_config: ModelConfig = None,
     mapping: Annotated[
         str | None, typer.Option(metavar="PATH", help="A trace that names what CUDA graphs replay.")
     ] = None,
@@ -152,7 +157,7 @@ def profile(
     Exits as explain does, and with 4 if the server cannot be reached, refuses, or never writes its traces.
     """
     from mla_diag.commands import profile as command
-    from mla_diag.server.client import Timeouts
+    from mla_diag.server.connection import Timeouts
 
     options = command.Options(
         stages=command.parse_stages(stage),
@@ -172,7 +177,7 @@ def profile(
         fail_on=fail_on or (),
     )
     timeouts = Timeouts(export=export_timeout)
-    command.run(url, options, api_key=api_key, verify=not insecure and (ca_file or True), timeouts=timeouts)
+    command.run(url, options, api_key=api_key, verify=_verify(ca_file, insecure), timeouts=timeouts)
 
 
 @app.command()
@@ -181,15 +186,13 @@ def doctor(
     server_info: Annotated[
         Path | None, typer.Option(help="Instead of a live server: what its GET /server_info answered.")
     ] = None,
-    model_config: Annotated[
-        Path | None, typer.Option(help="The model's config.json, or the directory that has it.")
-    ] = None,
+    model_config: ModelConfig = None,
     gpu: Annotated[
         str | None, typer.Option(help="The server's card, where nothing says: H100, NVIDIA B200 ...")
     ] = None,
     batch: Annotated[int, typer.Option(min=1, help="Requests of the decode step whose floor is shown.")] = 1,
     context: Annotated[int, typer.Option(min=1, help="Tokens of each.")] = 2000,
-    output_format: Annotated[str, typer.Option("--format", help="terminal or json.")] = "terminal",
+    output_format: OutputFormat = "terminal",
     api_key: ApiKey = None,
     ca_file: CaFile = None,
     insecure: Insecure = False,
@@ -205,7 +208,7 @@ def doctor(
     command.run(
         url,
         api_key=api_key,
-        verify=not insecure and (ca_file or True),
+        verify=_verify(ca_file, insecure),
         server_info=server_info,
         model_config=model_config,
         gpu=gpu,
@@ -219,7 +222,7 @@ def doctor(
 def compare(
     before: Annotated[str, typer.Argument(help="A trace, a directory of them, or a JSON report of explain.")],
     after: Annotated[str, typer.Argument(help="The same after a change.")],
-    output_format: Annotated[str, typer.Option("--format", help="terminal or json.")] = "terminal",
+    output_format: OutputFormat = "terminal",
     output: Annotated[Path | None, typer.Option("-o", "--output", help="Write the comparison to this file.")] = None,
     top: Annotated[int, typer.Option(min=1, help="Ops to print a stage; JSON has all of them.")] = 10,
     fail_on_slower: Annotated[
@@ -255,7 +258,7 @@ def fix(
         Path | None,
         typer.Option(metavar="DIR", help="SGLang's package, a site-packages, a venv, a checkout, a container's mount."),
     ] = None,
-    output_format: Annotated[str, typer.Option("--format", help="terminal or json.")] = "terminal",
+    output_format: OutputFormat = "terminal",
 ) -> None:
     """Show, apply, prove or revert the fix of an installed SGLang's whole-pool casts; shows it unless told more.
 
@@ -263,12 +266,13 @@ def fix(
     """
     from mla_diag.commands import common
     from mla_diag.commands import fix as command
+    from mla_diag.commands.strategies import parse_strategy
 
     command.run(
         apply=apply,
         revert=revert,
         verify=verify,
-        strategy=command.parse_strategy(strategy),
+        strategy=parse_strategy(strategy),
         sglang=sglang,
         output_format=common.parse_format(output_format),
     )
@@ -292,9 +296,9 @@ def bench_kernel(
     plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw it to this SVG file as well.")] = None,
 ) -> None:
     """Time the attention of one layer over an FP8 pool: every alternative installed, against the roofline."""
-    from mla_diag.commands import bench as command
+    from mla_diag.commands import bench_kernel as command
 
-    command.run_kernel(heads or (), shape or (), output, milliseconds, recorded=recorded, plot=plot)
+    command.run(heads or (), shape or (), output, milliseconds, recorded=recorded, plot=plot)
 
 
 @bench.command("server")
@@ -329,9 +333,7 @@ def bench_server(
     ] = None,
     output: Annotated[Path | None, typer.Option("--json", help="Write the results to this file as well.")] = None,
     ready_timeout: Annotated[float, typer.Option(min=1, help="Seconds for the server to start.")] = 900.0,
-    model_config: Annotated[
-        Path | None, typer.Option(help="The model's config.json, or the directory that has it.")
-    ] = None,
+    model_config: ModelConfig = None,
     top: Annotated[int, typer.Option(min=1, help="Ops to print a stage of the profiles.")] = 10,
     api_key: ApiKey = None,
     ca_file: CaFile = None,
@@ -343,6 +345,7 @@ def bench_server(
     code of SGLang's.
     """
     from mla_diag.commands import bench_server as command
+    from mla_diag.commands.strategies import parse_strategy
 
     command.run(
         serve,
@@ -350,7 +353,7 @@ def bench_server(
         command.Options(
             plan=command.plan_of(shape or (), output_len, repeats, warmup),
             fix=not no_fix,
-            strategy=command.parse_strategy(strategy),
+            strategy=parse_strategy(strategy),
             sglang=sglang,
             revert=revert,
             logits=not no_logits,
@@ -362,7 +365,7 @@ def bench_server(
             top=top,
         ),
         api_key=api_key,
-        verify=not insecure and (ca_file or True),
+        verify=_verify(ca_file, insecure),
     )
 
 

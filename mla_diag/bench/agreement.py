@@ -21,6 +21,7 @@ from mla_diag.diagnose.server_info import ServerInfo
 from mla_diag.diagnose.step_spans import Stage
 from mla_diag.errors import ServerError, UsageError
 from mla_diag.server.client import Client
+from mla_diag.server.load import TOKENS
 
 __all__ = ["Agreement", "Logits", "StageLogits", "agree", "record_logits"]
 
@@ -28,7 +29,6 @@ PROMPTS = 8
 STEPS = 64  # of decode, and tokens of prefill, a prompt: 512 positions of each
 _CONTEXT = 1000  # tokens before them, where the server can hold as many
 _SAMPLED = 256  # tokens whose logits are compared; all of a large vocabulary would be gigabytes of JSON
-_IDS = range(10, 1000)  # in every vocabulary, past the special tokens that come first in most
 _BIAS = 100.0  # no model's logits lie so far apart; float32 still tells them to 1e-5 beside it
 
 
@@ -90,10 +90,10 @@ def record_logits(client: Client, server: ServerInfo, *, again: bool = False) ->
     """
     context = _context(server)
     draw = random.Random(context)
-    prefixes = [draw.choices(_IDS, k=context) for _ in range(PROMPTS)]
-    suffixes = [draw.choices(_IDS, k=STEPS + 1) for _ in range(PROMPTS)]
-    forced = draw.sample(_IDS, PROMPTS)
-    sampled = draw.sample([token for token in _IDS if token not in forced], _SAMPLED)
+    prefixes = [draw.choices(TOKENS, k=context) for _ in range(PROMPTS)]
+    suffixes = [draw.choices(TOKENS, k=STEPS + 1) for _ in range(PROMPTS)]
+    forced = draw.sample(TOKENS, PROMPTS)
+    sampled = draw.sample([token for token in TOKENS if token not in forced], _SAMPLED)
     asked = {"return_logprob": [True] * PROMPTS, "token_ids_logprob": [sampled] * PROMPTS}
     if not again:
         client.flush_cache()

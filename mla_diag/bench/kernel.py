@@ -194,12 +194,12 @@ STRATEGIES: dict[str, Callable[[Case], Step]] = {
 }
 
 
-def measure_ceilings(device: str = "cuda") -> Ceilings:
+def measure_ceilings() -> Ceilings:
     """Measure the two ceilings: a 2 GiB copy within device memory and an 8192-cubed BF16 product of random numbers."""
-    source = torch.empty(2**31, dtype=torch.uint8, device=device).random_(0, 255)
+    source = torch.empty(2**31, dtype=torch.uint8, device="cuda").random_(0, 255)
     target = torch.empty_like(source)
     copy_ms = do_bench(lambda: target.copy_(source), return_mode="median")
-    square = torch.randn(8192, 8192, device=device, dtype=torch.bfloat16)
+    square = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
     matmul_ms = do_bench(lambda: square @ square, return_mode="median")
     return Ceilings(bandwidth=2 * 2**31 / copy_ms * 1e3, matmul=2 * 8192**3 / matmul_ms * 1e3)
 

@@ -8,20 +8,18 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import msgspec
 
 from mla_diag.diagnose.server_info import ServerInfo
 from mla_diag.errors import RefusedError, ServerError, UsageError
+from mla_diag.server.capture import Say
 from mla_diag.server.client import Client
 from mla_diag.server.load import generate_request, random_tokens
 
 __all__ = ["ROWS", "LeftOut", "Measured", "Plan", "Row", "Spread", "measure_rows"]
-
-Say = Callable[[str], None]
-"""Called with what is being waited for, now and then."""
 
 
 class Row(msgspec.Struct, frozen=True):

@@ -11,19 +11,20 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
 from mla_diag.errors import ServerError, UsageError
+from mla_diag.server.capture import Say
 from mla_diag.server.client import Client
+from mla_diag.server.connection import LAST_PORT, one_line
 
 __all__ = ["ServerCommand", "ServerProcess"]
 
 _DEFAULT_PORT = 30000  # SGLang's
-_LAST_PORT = 65535
 _EVERYWHERE = ("0.0.0.0", "::", "")
 _PAUSE = 0.5
 # What SGLang takes to end its schedulers when it is asked to, and to be gone when it is killed; seconds.
@@ -33,11 +34,7 @@ _SILENT_SECONDS = 30.0
 _LAST_WORDS = 4  # lines from a traceback's exception on
 _TRACEBACK = "Traceback (most recent call last)"
 _EXCEPTION = re.compile(r"[A-Za-z_][\w.]*(?:Error|Exception|Exit|Interrupt)(?:: .*)?$")
-_SHOWN = 200  # characters of a log's line that an error quotes
 _KEPT = 1 << 20  # bytes of a log's end that are read
-
-OnWait = Callable[[str], None]
-"""Called now and then with what is being waited for."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +75,7 @@ class ServerCommand:
         if shutil.which(words[0], path=environment.get("PATH", os.environ.get("PATH"))) is None:
             raise UsageError(f"--serve: {words[0]}: no such program; give its path")
         port = _option(words, "--port") or str(_DEFAULT_PORT)
-        if not port.isdecimal() or not 0 < int(port) <= _LAST_PORT:
+        if not port.isdecimal() or not 0 < int(port) <= LAST_PORT:
             raise UsageError(f"--serve: --port {port}: not a port")
         host = _option(words, "--host") or ""
         reached = "127.0.0.1" if host in _EVERYWHERE else host
@@ -163,13 +160,13 @@ class ServerProcess:
         """Of its first process, and of the group of all."""
         return self._process.pid
 
-    def wait_until_ready(self, client: Client, limit: float, on_wait: OnWait) -> None:
+    def wait_until_ready(self, client: Client, limit: float, say: Say) -> None:
         """Wait until the server takes requests.
 
         Args:
             client: For its address.
             limit: Seconds.
-            on_wait: Told what is being waited for.
+            say: Told what is being waited for.
 
         Raises:
             ServerError: It ended, failed, or did not answer in that time; the message has its log's word on why.
@@ -188,14 +185,14 @@ class ServerProcess:
                     f"{client.url}: no answer within {limit:.0f} s of the start (--ready-timeout waits longer): "
                     f"{self.last_word()}"
                 )
-            on_wait(f"the server starts, {waited:.0f} s (log: {self.log})")
+            say(f"the server starts, {waited:.0f} s (log: {self.log})")
             time.sleep(_PAUSE)
 
     def last_word(self) -> str:
         """The line of the log that says most about an end, and where the log is."""
         lines = self._lines()
         line = _exception(lines) or next((line.strip() for line in reversed(lines) if line.strip()), None)
-        said = "it wrote nothing" if line is None else line if len(line) <= _SHOWN else line[:_SHOWN] + "..."
+        said = "it wrote nothing" if line is None else one_line(line)
         return f"{said} (log: {self.log})"
 
     def logged(self, text: str) -> list[str]:

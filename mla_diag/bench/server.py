@@ -1,6 +1,6 @@
 """What a benchmark of a server found: the server before and after a fix, side by side.
 
-docs/report-schema.md documents the fields for readers of the JSON; `SCHEMA_VERSION` changes when they do.
+docs/report-schema.md documents the fields for readers of the JSON.
 """
 
 from __future__ import annotations
@@ -10,12 +10,10 @@ import msgspec
 from mla_diag.bench.agreement import Agreement
 from mla_diag.bench.measure import LeftOut, Measured, Row
 from mla_diag.diagnose.compare import Comparison
-from mla_diag.diagnose.diagnosis import Tool
+from mla_diag.diagnose.diagnosis import SCHEMA_VERSION, Tool
 from mla_diag.diagnose.server_info import ServerInfo
 
-__all__ = ["SCHEMA_VERSION", "Gain", "ServerBench", "ServerSide", "gains"]
-
-SCHEMA_VERSION = 1
+__all__ = ["Gain", "ServerBench", "ServerSide", "gains"]
 
 
 class ServerSide(msgspec.Struct):

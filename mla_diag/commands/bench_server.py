@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import signal
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import FrameType
 
 from rich.console import Console
 
@@ -17,12 +15,11 @@ from mla_diag.bench.agreement import Logits, agree, record_logits
 from mla_diag.bench.measure import ROWS, LeftOut, Measured, Plan, Row, measure_rows
 from mla_diag.bench.process import ServerCommand, ServerProcess
 from mla_diag.bench.server import ServerBench, ServerSide, gains
-from mla_diag.commands import doctor, profile
-from mla_diag.commands.bench import parse_shape
-from mla_diag.commands.common import check_output
-from mla_diag.commands.fix import parse_strategy
-from mla_diag.commands.measuring import measure_strategies
+from mla_diag.commands import profile
+from mla_diag.commands.common import check_output, destination, parse_shape
 from mla_diag.commands.progress import Progress
+from mla_diag.commands.signals import ended_by_signals
+from mla_diag.commands.strategies import measure_strategies
 from mla_diag.diagnose.compare import compare
 from mla_diag.diagnose.diagnosis import Diagnosis
 from mla_diag.diagnose.server_info import ServerInfo, parse_server_info
@@ -35,14 +32,12 @@ from mla_diag.report.bench import print_bench
 from mla_diag.report.json import render_json
 from mla_diag.report.units import milliseconds
 from mla_diag.server.client import Client
-
-__all__ = ["Options", "measure_served", "measure_url", "parse_strategy", "plan_of", "run"]
+from mla_diag.server.live import expose_live
 
 # On the lab's server a BF16 pool in place of the FP8 one comes to 0.996, another attention backend to 0.998.
 _ALIKE = 0.98
 # How the lines begin that a fixed SGLang logs (mla_diag/fix/dispatch.py).
 _FIX_SAYS = "mla-diag fix: "
-_ENDED_BY = (signal.SIGTERM, signal.SIGHUP)
 
 
 @dataclass(frozen=True)
@@ -171,7 +166,7 @@ def measure_served(command_line: str, options: Options, *, api_key: str | None =
     out = options.out or Path(f"mla-diag-bench-{time.strftime('%Y%m%d-%H%M%S')}")
     if (out / "before").exists():
         raise UsageError(f"{out}: holds another benchmark; give another --out")
-    with _ended_by_signals(), _reported(bench, options):
+    with ended_by_signals(), _reported(bench, options):
         before = _visit(command, options, bench, out / "before", api_key)
         if installation is None:
             return
@@ -186,16 +181,21 @@ def measure_served(command_line: str, options: Options, *, api_key: str | None =
             )
         with _applied(installation, options, bench):
             after = _visit(command, options, bench, out / "after", api_key)
-        if before.logits is not None and after.logits is not None:
-            bench.agreement = agree(before.logits, after.logits)
-            for found in bench.agreement:
-                if found.cosine < _ALIKE:
-                    bench.notes.append(
-                        f"{found.stage.value}: the fixed server says something else (cosine {found.cosine:.4f}): "
-                        "`mla-diag fix --revert`, and please report it"
-                    )
-        if before.diagnosis is not None and after.diagnosis is not None:
-            bench.comparison = compare(before.diagnosis, after.diagnosis)
+        _compare(before, after, bench)
+
+
+def _compare(before: _Visit, after: _Visit, bench: ServerBench) -> None:
+    """What was learnt of both servers, side by side; a fixed server that says something else is a note."""
+    if before.logits is not None and after.logits is not None:
+        bench.agreement = agree(before.logits, after.logits)
+        for found in bench.agreement:
+            if found.cosine < _ALIKE:
+                bench.notes.append(
+                    f"{found.stage.value}: the fixed server says something else (cosine {found.cosine:.4f}): "
+                    "`mla-diag fix --revert`, and please report it"
+                )
+    if before.diagnosis is not None and after.diagnosis is not None:
+        bench.comparison = compare(before.diagnosis, after.diagnosis)
 
 
 def _to_fix(command: ServerCommand, options: Options, bench: ServerBench) -> Installation | None:
@@ -235,7 +235,7 @@ def _visit(command: ServerCommand, options: Options, bench: ServerBench, out: Pa
         visit = _Visit(ServerSide.of(server))
         setattr(bench, when, visit.side)
         _measure(client, server, visit.side, options.plan, f"{when}: ")
-        exposure = doctor.ask(client, model_config=options.model_config)
+        exposure = expose_live(client, model_config=options.model_config)
         if exposure.exposed is False:
             visit.harmless = exposure.stages[0].why
         elif options.logits and options.fix:
@@ -343,35 +343,9 @@ def _reported(bench: ServerBench, options: Options) -> Iterator[None]:
             bench.gains = gains(bench.before, bench.after)
         if bench.before is not None:
             try:
-                _write(bench, options.output)
+                if options.output is not None:
+                    with destination(options.output) as console:
+                        console.file.write(render_json(bench))
             finally:
                 print_bench(bench, Console(highlight=False), options.top)
                 sys.stdout.flush()
-
-
-def _write(bench: ServerBench, output: Path | None) -> None:
-    if output is None:
-        return
-    try:
-        output.write_text(render_json(bench), encoding="utf-8")
-    except OSError as error:
-        raise UsageError(f"{output}: cannot be written: {error.strerror}") from error
-
-
-@contextmanager
-def _ended_by_signals() -> Iterator[None]:
-    """Have SIGTERM and SIGHUP end this process as Ctrl-C does, so that its server ends with it."""
-
-    def leave(number: int, _: FrameType | None) -> None:
-        for each in _ENDED_BY:
-            signal.signal(each, signal.SIG_IGN)  # cleaning up is under way
-        raise SystemExit(128 + number)
-
-    # What is ignored stays so: nohup has SIGHUP ignored.
-    heeded = [number for number in _ENDED_BY if signal.getsignal(number) is not signal.SIG_IGN]
-    earlier = {number: signal.signal(number, leave) for number in heeded}
-    try:
-        yield
-    finally:
-        for number, handler in earlier.items():
-            signal.signal(number, handler)

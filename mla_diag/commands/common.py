@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -32,15 +33,32 @@ class Format(str, Enum):
 
 def parse_format(text: str) -> Format:
     """The output of that name."""
-    return _member(Format, text, "--format")
+    return parse_choice(Format, text, "--format")
 
 
 def parse_stage(text: str | None) -> Stage | None:
     """The stage of that name, or None for all."""
-    return None if text is None else _member(Stage, text, "--stage")
+    return None if text is None else parse_choice(Stage, text, "--stage")
 
 
-def _member(kind: type[Choice], text: str, option: str) -> Choice:
+def parse_shape(text: str) -> tuple[int, int]:
+    """Requests and tokens of each out of `16x8192`.
+
+    Raises:
+        UsageError: It is no such thing.
+    """
+    match = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", text)
+    if match is None:
+        raise UsageError(f"--shape {text}: not BATCHxCONTEXT, such as 16x8192")
+    return int(match[1]), int(match[2])
+
+
+def parse_choice(kind: type[Choice], text: str, option: str) -> Choice:
+    """The member of that value, whatever its case.
+
+    Raises:
+        UsageError: There is none; the message names the option.
+    """
     try:
         return kind(text.lower())
     except ValueError:

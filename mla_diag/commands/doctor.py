@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 from rich.console import Console
 
 from mla_diag.commands.common import Format
 from mla_diag.diagnose.gpu import gpu_named
-from mla_diag.diagnose.server_info import ServerInfo, parse_server_info, read_server_info
+from mla_diag.diagnose.server_info import read_server_info
 from mla_diag.errors import ExposedError, UsageError
 from mla_diag.report.exposure import print_exposure
 from mla_diag.report.json import render_json
 from mla_diag.server.client import Client
-from mla_diag.server.exposure import Exposure, expose
-from mla_diag.server.model_config import ModelConfig, read_model_config
-
-_DRIVER = Path("/proc/driver/nvidia/gpus")
+from mla_diag.server.exposure import expose
+from mla_diag.server.live import expose_live, model_of
 
 
 def run(
@@ -59,7 +56,7 @@ def run(
         exposure = expose(server, model, gpu=gpu_named(gpu), batch=batch, context=context)
     else:
         with Client(str(url), api_key=api_key, verify=verify) as client:
-            exposure = ask(client, model_config=model_config, gpu=gpu, batch=batch, context=context)
+            exposure = expose_live(client, model_config=model_config, gpu=gpu, batch=batch, context=context)
     if output_format is Format.JSON:
         print(render_json(exposure), end="")
     else:
@@ -69,49 +66,3 @@ def run(
         raise ExposedError(f"this server copies its whole KV pool in {names} steps")
     if exposure.exposed is None:
         raise UsageError("doctor: cannot tell whether this server copies its pool; see what is not known above")
-
-
-def ask(
-    client: Client, *, model_config: Path | None = None, gpu: str | None = None, batch: int = 1, context: int = 2000
-) -> Exposure:
-    """Judge a live server; see `run` for what may be given."""
-    server = parse_server_info(client.server_info())
-    return expose(
-        server,
-        model_of(server, model_config, here=client.is_local),
-        architecture=architecture_of(client),
-        gpu=gpu_named(gpu or card_of(client)),
-        batch=batch,
-        context=context,
-    )
-
-
-def architecture_of(client: Client) -> str | None:
-    """The architecture of a live server's model, where its release says."""
-    info = client.optional("model_info") or client.optional("get_model_info") or {}
-    named = info.get("architectures")
-    return str(named[0]) if isinstance(named, list) and named else None
-
-
-def card_of(client: Client) -> str | None:
-    """The card of a live server: by its own word, or by this host's driver if it runs here."""
-    said = (client.optional("v1/loads") or {}).get("accelerator")
-    if isinstance(said, str) and said:
-        return said
-    if not client.is_local:
-        return None
-    for file in sorted(_DRIVER.glob("*/information")):
-        found = re.search(r"^Model:\s*(.+)$", file.read_text(encoding="utf-8", errors="replace"), re.MULTILINE)
-        if found:
-            return found[1].strip()
-    return None
-
-
-def model_of(server: ServerInfo, given: Path | None, *, here: bool = False) -> ModelConfig | None:
-    """The config of a server's model: the file that was given, or the model's own where the server runs here."""
-    if given is not None:
-        return read_model_config(given, server.quantization)
-    if not here or server.model_path is None:
-        return None
-    beside = Path(server.model_path, "config.json")
-    return read_model_config(beside, server.quantization) if beside.is_file() else None

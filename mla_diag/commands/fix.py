@@ -8,7 +8,7 @@ from pathlib import Path
 from rich.console import Console
 
 from mla_diag.commands.common import Format
-from mla_diag.commands.measuring import measure_strategies
+from mla_diag.commands.strategies import measure_strategies
 from mla_diag.errors import MlaDiagError, UsageError
 from mla_diag.fix import patch
 from mla_diag.fix.journal import Journal
@@ -28,19 +28,6 @@ or, before and after:  mla-diag bench server --serve "python -m sglang.launch_se
 
 class NotFixedError(MlaDiagError):
     """`--verify` found a cast of the whole pool, or dtypes that do not agree."""
-
-
-def parse_strategy(text: str) -> Strategy:
-    """The strategy of that name.
-
-    Raises:
-        UsageError: there is none.
-    """
-    try:
-        return Strategy(text.lower())
-    except ValueError:
-        choices = ", ".join(strategy.value for strategy in Strategy)
-        raise UsageError(f"--strategy {text}: not one of {choices}") from None
 
 
 def run(

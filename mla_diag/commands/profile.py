@@ -14,34 +14,32 @@ from typing import NamedTuple, TextIO
 import msgspec
 from rich.console import Console
 
-from mla_diag.commands import doctor
 from mla_diag.commands.explain import fail_on_findings
 from mla_diag.commands.progress import Progress
 from mla_diag.diagnose.diagnosis import Diagnosis
 from mla_diag.diagnose.explain import explain
-from mla_diag.diagnose.gap import Gap
 from mla_diag.diagnose.gpu import gpu_named
-from mla_diag.diagnose.pool import batch_sizes
-from mla_diag.diagnose.rules import KINDS, whole_pool_copy
+from mla_diag.diagnose.rules import KINDS
 from mla_diag.diagnose.server_info import ServerInfo, parse_server_info
 from mla_diag.diagnose.step_spans import Stage
 from mla_diag.diagnose.verdict import parse_fail_on
 from mla_diag.diagnose.words import count
 from mla_diag.errors import MlaDiagError, ServerError, UnreadableInputError, UsageError
-from mla_diag.report.exposure import floor_lines, gap_lines
 from mla_diag.report.json import render_json
+from mla_diag.report.profile import graph_guidance, measured_gap_lines
 from mla_diag.report.terminal import print_report
 from mla_diag.server.capture import Capture, CapturePlan
-from mla_diag.server.client import Client, Timeouts
-from mla_diag.server.exposure import expose
+from mla_diag.server.client import Client
+from mla_diag.server.connection import Timeouts
+from mla_diag.server.live import card_of, model_of
 from mla_diag.server.load import Load, LoadPlan, plan_load
+from mla_diag.server.measured_gap import CONTEXT, beside_floor
 from mla_diag.server.model_config import ModelConfig
 from mla_diag.server.releases import START_STEP, STEP_SPANS, is_older
 from mla_diag.server.trace_files import TraceDirectory, locate, rank_notes
 from mla_diag.trace.remote import without_password
 
 _STAGES = {Stage.PREFILL, Stage.DECODE}
-_CONTEXT = 2000  # where the traffic is other people's, and the floor asks for one
 
 
 @dataclass(frozen=True)
@@ -184,15 +182,22 @@ def take(client: Client, options: Options, announce: Callable[[str], None] = _an
         ServerError, UnreadableInputError, UsageError: As for `run`.
     """
     recording = _record(client, options, announce)
-    card = doctor.card_of(client)
+    card = card_of(client)
     diagnosis = _explain(recording, options, announce)
     card = next((trace.device for trace in diagnosis.traces if trace.device), card)
-    diagnosis = _beside_floor(diagnosis, recording, card)
+    context = CONTEXT if recording.plan is None else recording.plan.input_len
+    diagnosis = beside_floor(diagnosis, recording.server, recording.model, gpu_named(card), context)
     tail = [
         recording.summary,
         *(f"note: {note}" for note in rank_notes((trace.name for trace in recording.traces), recording.server)),
-        *_gap_lines(diagnosis),
-        *_graph_guidance(diagnosis, recording, options),
+        *measured_gap_lines(diagnosis),
+        *graph_guidance(
+            diagnosis,
+            recording.url,
+            recording.out,
+            graphs=recording.server.cuda_graphs if Stage.DECODE in options.stages else None,
+            mapped=options.mapping is not None,
+        ),
     ]
     _write(recording.out / "report.json", render_json(diagnosis))
     with _opened(recording.out / "report.txt") as file:
@@ -215,7 +220,7 @@ def _record(client: Client, options: Options, announce: Callable[[str], None]) -
     name = f"mla-diag-{time.strftime('%Y%m%d-%H%M%S')}"
     directory = locate(options.trace_root, local=client.is_local, name=f"{name}-{os.getpid()}")
     out = options.out or Path(name)
-    model = doctor.model_of(server, options.model_config, here=client.is_local)
+    model = model_of(server, options.model_config, here=client.is_local)
     by_stage = plan is not None and is_older(server.version, STEP_SPANS)
     passes = options.steps + (plan.prefill_steps if plan is not None and not by_stage else 0)
     capture_plan = CapturePlan(passes, by_stage, options.stacks, options.traffic_timeout)
@@ -336,59 +341,6 @@ def _explain(recording: Recording, options: Options, announce: Callable[[str], N
         _write(recording.out / "report.txt", f"{recording.announcement}\n\n{message}\n{recording.summary}\n")
         announce(recording.summary)
         raise UnreadableInputError(message) from error
-
-
-def _beside_floor(diagnosis: Diagnosis, recording: Recording, card: str | None) -> Diagnosis:
-    """The diagnosis with the floor of a decode step and the gap above it; as it is where there is no decode step."""
-    measured = next((stage for stage in diagnosis.stages if stage.stage is Stage.DECODE), None)
-    if measured is None:
-        return diagnosis
-    batch = next((sizes[0] for name in measured.step_names if (sizes := batch_sizes(name))), 1)
-    context = recording.plan.input_len if recording.plan is not None else _CONTEXT
-    floor = expose(recording.server, recording.model, gpu=gpu_named(card), batch=batch, context=context).floor
-    if floor is None:
-        return diagnosis
-    copied = sum(
-        finding.cost_ms_per_step or 0.0
-        for finding in diagnosis.findings
-        if finding.kind == whole_pool_copy.KIND and finding.stage is Stage.DECODE and finding.trace == measured.trace
-    )
-    gap = Gap(
-        step_ms=measured.device_ms_per_step,
-        measured=True,
-        wall_ms=measured.wall_ms_per_step,
-        gap_ms=measured.device_ms_per_step - floor.ms,
-        copy_ms=copied,
-        trace=measured.trace,
-    )
-    return msgspec.structs.replace(diagnosis, floor=floor, gap=gap)
-
-
-def _gap_lines(diagnosis: Diagnosis) -> Iterator[str]:
-    if diagnosis.floor is not None and diagnosis.gap is not None:
-        yield "gap"
-        yield from floor_lines(diagnosis.floor)
-        yield from gap_lines(diagnosis.gap)
-    elif any(stage.stage is Stage.DECODE for stage in diagnosis.stages):
-        yield "gap: the floor of a decode step is not known; give the model's config.json with --model-config"
-
-
-def _graph_guidance(diagnosis: Diagnosis, recording: Recording, options: Options) -> Iterator[str]:
-    """How a capture with CUDA graphs and one without make up for each other."""
-    out = recording.out
-    again = f"mla-diag profile --url {recording.url} --stage decode"
-    if recording.server.cuda_graphs is False and Stage.DECODE in options.stages:
-        yield "This server decodes without CUDA graphs: its trace names what they replay on the same server with them:"
-        yield f"  {again} --mapping {out / 'traces'}/NAME"
-    replayed = any(op.launched_by == "graph" and not op.mapped for stage in diagnosis.stages for op in stage.ops)
-    if not replayed or options.mapping is not None:
-        return
-    yield "CUDA graphs record no ops, shapes or stacks. To name what they replay, record one of these as well:"
-    yield f"  the same server with --disable-cuda-graph: {again} --stacks"
-    yield "  the graphs' capture: start the server with --enable-profile-cuda-graph and SGLANG_TORCH_PROFILER_DIR=DIR;"
-    yield "  it writes DIR/capture_traces/bs_BATCH_rankN.json.gz"
-    yield "and explain this recording with it, without another capture:"
-    yield f"  mla-diag explain {out / 'traces'} --server-info {out / 'server_info.json'} --mapping THAT_TRACE"
 
 
 def _make(out: Path) -> None:

@@ -25,14 +25,10 @@ class Patch:
     """What a fix would change.
 
     Attributes:
-        installation: the SGLang that it is for.
-        strategy: what the dispatch is to try.
         files: the backends that have sites, those that stay as they are too.
         changes: the files to rewrite and to add; none if there is nothing to fix.
     """
 
-    installation: Installation
-    strategy: Strategy
     files: tuple[BackendFile, ...]
     changes: tuple[Change, ...]
 
@@ -93,7 +89,7 @@ def plan_patch(installation: Installation, strategy: Strategy, order: Sequence[s
     changes = [_rewritten(installation, file) for file in fixable]
     for directory in sorted({change.path.parent for change in changes}):
         changes += _added(installation, directory, _companions(strategy, order))
-    return Patch(installation, strategy, tuple(files), tuple(changes))
+    return Patch(tuple(files), tuple(changes))
 
 
 def apply(installation: Installation, strategy: Strategy, order: Sequence[str] | None = None) -> Patch | None:

@@ -6,6 +6,7 @@ import ast
 import re
 from dataclasses import dataclass
 from enum import Enum
+from functools import cache
 from pathlib import Path
 
 from mla_diag.errors import UsageError
@@ -36,7 +37,8 @@ class Outlook:
     why: str
 
 
-def kernel_files() -> list[Path]:
+@cache
+def kernel_files() -> tuple[Path, ...]:
     """The files of mla-diag's kernels, to be copied beside the backends.
 
     They are mla_fp8_operator.py, what it imports beside itself, and the CUDA sources of what has some. Empty where this
@@ -57,7 +59,7 @@ def kernel_files() -> list[Path]:
         else:
             includes = re.findall(r'(?m)^#include "(.+)"$', path.read_text(encoding="utf-8"))
             pending += [directory / name for name in includes]
-    return found
+    return tuple(found)
 
 
 def outlooks(gpu: Gpu | None, flashinfer: FlashInfer | None) -> list[Outlook]:

@@ -8,7 +8,8 @@ from collections.abc import Iterator
 from rich.console import Console
 
 from mla_diag.diagnose.gap import Floor, Gap
-from mla_diag.server.exposure import CopyCost, Exposure
+from mla_diag.server.copy_cost import CopyCost
+from mla_diag.server.exposure import Exposure
 
 _WIDTH = 120
 _INDENT = 12

@@ -17,7 +17,7 @@ from mla_diag.diagnose.gpu import Gpu
 from mla_diag.diagnose.pool import MLA_WIDTH
 from mla_diag.diagnose.server_info import POOL_BYTES_ERROR, ServerInfo
 from mla_diag.diagnose.step_spans import Stage
-from mla_diag.server.copy_rates import READ_AND_WRITTEN, copy_rate
+from mla_diag.server.copy_cost import CopyCost, copy_cost
 from mla_diag.server.floor import floor_of_decode
 from mla_diag.server.model_config import ModelConfig
 from mla_diag.server.releases import (
@@ -56,32 +56,6 @@ class StageExposure(msgspec.Struct, frozen=True):
     copies: bool | None
     site: str | None
     why: str
-
-
-class CopyCost(msgspec.Struct, frozen=True):
-    """What copying costs a step on each rank, by arithmetic; milliseconds and bytes.
-
-    Attributes:
-        rows: Rows of one layer's pool.
-        width: Elements a row.
-        layers: Layers; None where nothing says how many.
-        bytes_per_layer: Read and written.
-        ms_per_layer: The same over the rate.
-        bytes_per_step: For all layers.
-        ms_per_step: The same over the rate.
-        bytes_per_second: The rate.
-        rate_source: Where it comes from.
-    """
-
-    rows: int
-    width: int
-    layers: int | None
-    bytes_per_layer: int
-    ms_per_layer: float
-    bytes_per_step: int | None
-    ms_per_step: float | None
-    bytes_per_second: float
-    rate_source: str
 
 
 class Exposure(msgspec.Struct, frozen=True):
@@ -145,7 +119,9 @@ def expose(
     }
     stages = [_stage(stage, server, gpu, mla.value, fp8) for stage in (Stage.DECODE, Stage.PREFILL)]
     exposed = _any(stage.copies for stage in stages)
-    copy = _cost(server, width, layers.value, gpu) if any(stage.copies for stage in stages) else None
+    copy = None
+    if any(stage.copies for stage in stages):
+        copy = copy_cost(server, width, layers.value if isinstance(layers.value, int) else None, gpu)
     floor = None
     if model is not None:
         floor = floor_of_decode(model, server, gpu, kv_bytes=1 if fp8 else 2, batch=batch, context=context)
@@ -246,26 +222,6 @@ def _harmless(backend: str | None, server: ServerInfo, mla: Value, fp8: bool | N
     if since is not None and is_older(server.version, since):
         return f"this release has no cast: the first that does is {since}"
     return None
-
-
-def _cost(server: ServerInfo, width: int, layers: Value, gpu: Gpu) -> CopyCost | None:
-    rows = server.pool_rows
-    if rows is None:
-        return None
-    rate = copy_rate(gpu)
-    of_layer = rows * width * READ_AND_WRITTEN
-    of_step = of_layer * layers if isinstance(layers, int) else None
-    return CopyCost(
-        rows=rows,
-        width=width,
-        layers=layers if isinstance(layers, int) else None,
-        bytes_per_layer=of_layer,
-        ms_per_layer=of_layer / rate.bytes_per_second * 1e3,
-        bytes_per_step=of_step,
-        ms_per_step=None if of_step is None else of_step / rate.bytes_per_second * 1e3,
-        bytes_per_second=rate.bytes_per_second,
-        rate_source=rate.source,
-    )
 
 
 def _predicted_gap(copy: CopyCost | None, floor: Floor | None) -> Gap | None:

@@ -18,7 +18,7 @@ from mla_diag.errors import ServerError, UsageError
 from mla_diag.server.client import Client
 
 # In every vocabulary, and past the special tokens that come first in most.
-_TOKENS = range(10, 1000)
+TOKENS = range(10, 1000)
 # Tokens past the steps that are profiled: the first comes from the prefill, and the profiler stops a step late.
 _MARGIN = 8
 
@@ -163,4 +163,4 @@ def generate_request(prompts: list[list[int]], new_tokens: int) -> dict[str, Any
 
 def random_tokens(count: int) -> list[int]:
     """Tokens that no cached prompt begins with."""
-    return random.choices(_TOKENS, k=count)
+    return random.choices(TOKENS, k=count)

@@ -32,7 +32,6 @@ class ModelConfig:
         architecture: The first architecture that the file names.
         layers: Layers with attention over the KV pool; of a hybrid model those only.
         mla: Whether attention is MLA.
-        sparse: Whether an indexer chooses what attention reads (DSA: DeepSeek-V3.2, GLM-5).
         latent: `kv_lora_rank`.
         rope: `qk_rope_head_dim`.
         fp8_kv: Whether the checkpoint asks for an FP8 pool, which `--kv-cache-dtype auto` follows.
@@ -46,7 +45,6 @@ class ModelConfig:
     architecture: str | None
     layers: int | None
     mla: bool
-    sparse: bool
     latent: int | None
     rope: int | None
     fp8_kv: bool
@@ -96,7 +94,6 @@ def parse_model_config(config: dict[str, Any], served_quantization: str | None =
         architecture=architectures[0] if isinstance(architectures, list) and architectures else None,
         layers=_attention_layers(model),
         mla="kv_lora_rank" in sizes and model.get("use_mla", True) is not False,
-        sparse="index_topk" in sizes,
         latent=sizes.get("kv_lora_rank"),
         rope=sizes.get("qk_rope_head_dim"),
         fp8_kv=isinstance(algorithm, str) and algorithm.upper() == "FP8",

@@ -14,7 +14,7 @@ import pytest
 
 from mla_diag.bench.server import ServerBench
 from tests.bench.test_process import free_port, listening
-from tests.commands.test_explain import run
+from tests.commands.invoke import run_process
 from tests.fix.conftest import contents, install
 from tests.server.test_cpu_server import lab_server
 
@@ -29,7 +29,7 @@ def test_a_real_server_is_started_measured_and_ended(shared_traces: Path, tmp_pa
     line = (
         f"LAB_VENV={venv} LAB_DIR={tmp_path / 'lab'} PYTHONPATH= bash {shlex.quote(str(script))} {port} --port {port}"
     )
-    result = run(
+    result = run_process(
         *("bench", "server", "--serve", line, "--sglang", root, "--out", out, "--json", output),
         *("--shape", "1x200", "--shape", "4x200", "--shape", "1x5000", "--output-len", "17", "--repeats", "2"),
         timeout=480,

@@ -20,6 +20,8 @@ from mla_diag.errors import RefusedError, ServerError, UsageError
 from mla_diag.server.client import Client
 from tests.server import stand_in
 
+pytestmark = pytest.mark.usefixtures("_impatient")
+
 STAND_IN = f"{sys.executable} {stand_in.__file__}"
 
 

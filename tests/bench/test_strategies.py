@@ -21,7 +21,7 @@ ALL = ("kernel", "native", "gather", "cast")
 
 def measured(tmp_path: Path, **behaviour: float | str) -> dict[str, Measured]:
     python = serving_python(tmp_path / "python", **behaviour)
-    _, found = measure(ALL, python, shapes=SHAPES, timeout_s=5)
+    _, found = measure(ALL, python, shapes=SHAPES, timeout_s=3)
     return {each.strategy: each for each in found}
 
 
@@ -42,7 +42,7 @@ FAILURES = {
     "wrong": "at 16 x 8192, 128 heads, its relative error is 3.0e-02, not under 2.0e-03",
     "raises": "at 1 x 2048, 16 heads, RuntimeError: [no] kernel image",
     "crash": "it was killed by SIGSEGV",
-    "hang": "no answer in 5 s",
+    "hang": "no answer in 3 s",
 }
 
 

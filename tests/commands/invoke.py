@@ -1,4 +1,4 @@
-"""The command line within this process: as a user runs it, without the second that a process of its own takes."""
+"""The command line as a user runs it: within this process, or in one of its own, which takes a second."""
 
 from __future__ import annotations
 
@@ -27,3 +27,9 @@ class Invoke:
         shown = self._capsys.readouterr()
         code = left.value.code
         return subprocess.CompletedProcess(given, code if isinstance(code, int) else 0, shown.out, shown.err)
+
+
+def run_process(*arguments: str | Path, timeout: float = 60) -> subprocess.CompletedProcess[str]:
+    """Run `mla-diag` in a process of its own, for `timeout` seconds at most."""
+    command = [sys.executable, "-m", "mla_diag", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False)

@@ -17,25 +17,15 @@ import msgspec
 import pytest
 
 from mla_diag.bench.server import ServerBench
-from mla_diag.server import capture
 from tests.bench.test_process import free_port, listening
 from tests.commands.invoke import Invoke
 from tests.fix.conftest import CSR, contents, edit, install
 from tests.server import stand_in
 from tests.server.stand_in import INFO, StandIn
 
+pytestmark = pytest.mark.usefixtures("_impatient")
+
 QUICK = ("--shape", "1x100", "--output-len", "5", "--repeats", "2")
-
-
-@pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Invoke:
-    return Invoke(monkeypatch, capsys)
-
-
-@pytest.fixture(autouse=True)
-def _little_grace(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What does not come by itself is waited for in seconds, and these servers have it at once or never."""
-    monkeypatch.setattr(capture, "_GRACE", 0.5)
 
 
 @pytest.fixture
@@ -88,7 +78,7 @@ def test_the_whole_story_in_one_command(run: Invoke, tmp_path: Path, root: Path,
     assert [str(measured.row) for measured in bench.before.rows] == ["1x100", "2x50"]
     assert (bench.fixed, bench.strategy, bench.reverted) == (str(root), "auto", True)
     for gain in bench.gains:
-        assert 3 < gain.tpot < 11
+        assert gain.tpot > 3
         assert gain.tokens_per_second > 2
     assert bench.comparison is not None
     (decode,) = bench.comparison.stages
@@ -269,15 +259,14 @@ def hanging(line: str, tmp_path: Path, *before: str) -> subprocess.Popen[str]:
     process = subprocess.Popen(whole, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     log = tmp_path / "out/after/server.log"
     deadline = time.monotonic() + 60
-    while not (log.exists() and "fired up" in log.read_text()):
+    while not (log.exists() and "POST /generate" in log.read_text()):
         assert process.poll() is None
         assert time.monotonic() < deadline
         time.sleep(0.05)
-    time.sleep(0.7)
     return process
 
 
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGHUP, 129)])
 def test_a_signal_ends_the_server_and_takes_the_fix_back(
     tmp_path: Path, root: Path, port: int, number: signal.Signals, status: int
 ):
@@ -291,7 +280,8 @@ def test_a_signal_ends_the_server_and_takes_the_fix_back(
     assert contents(root) == originals
 
 
-def test_nohup_keeps_it_running(tmp_path: Path, root: Path, port: int):
+def test_nohup_keeps_it_running_until_sigterm(tmp_path: Path, root: Path, port: int):
+    originals = contents(root)
     process = hanging(serving(root, port, fixed={"hangs": ["generate"]}), tmp_path, "nohup")
     os.kill(process.pid, signal.SIGHUP)
     time.sleep(0.5)
@@ -299,6 +289,7 @@ def test_nohup_keeps_it_running(tmp_path: Path, root: Path, port: int):
     os.kill(process.pid, signal.SIGTERM)
     process.communicate(timeout=60)
     assert process.returncode == 143
+    assert contents(root) == originals
 
 
 def test_results_that_cannot_be_written_are_shown(run: Invoke, tmp_path: Path):

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.commands.test_explain import run
+from tests.commands.invoke import Invoke
 
 BASE, NATIVE, BF16 = (f"{name}-graph-decode.trace.json.gz" for name in ("base", "native", "bf16kv"))
 
 
-def test_terminal(recordings: Path):
+def test_terminal(run: Invoke, recordings: Path):
     result = run("compare", recordings / BASE, recordings / NATIVE)
     assert (result.returncode, result.stderr) == (0, "")
     assert "72.44 to 6.960 ms of device time, 10.4 times as fast" in result.stdout
@@ -20,7 +20,7 @@ def test_terminal(recordings: Path):
     assert "19.5 to 37.6  grew    BatchMLAPageAttentionHopperKernel" in result.stdout
 
 
-def test_reports_stand_for_their_traces(recordings: Path, tmp_path: Path):
+def test_reports_stand_for_their_traces(run: Invoke, recordings: Path, tmp_path: Path):
     report = tmp_path / "before.json"
     run("explain", recordings / BASE, "--format", "json", "-o", report)
     of_report = run("compare", report, recordings / NATIVE, "--format", "json")
@@ -32,7 +32,7 @@ def test_reports_stand_for_their_traces(recordings: Path, tmp_path: Path):
 @pytest.mark.parametrize(
     ("before", "after", "status"), [(BF16, NATIVE, 1), (NATIVE, BF16, 0), (BASE, NATIVE, 0), (BASE, BASE, 0)]
 )
-def test_fail_on_slower(recordings: Path, before: str, after: str, status: int):
+def test_fail_on_slower(run: Invoke, recordings: Path, before: str, after: str, status: int):
     result = run("compare", recordings / before, recordings / after, "--fail-on-slower", "5%")
     assert result.returncode == status
     assert ("a step takes 33.0% longer than before" in result.stderr) is (status == 1)
@@ -48,7 +48,7 @@ def test_fail_on_slower(recordings: Path, before: str, after: str, status: int):
         ((BASE, "base.server_info.json"), 3, "not a profiler trace"),
     ],
 )
-def test_bad_input_is_one_line(recordings: Path, arguments: tuple[str, ...], status: int, words: str):
+def test_bad_input_is_one_line(run: Invoke, recordings: Path, arguments: tuple[str, ...], status: int, words: str):
     paths = [recordings / name if name.endswith((".gz", ".json")) else name for name in arguments]
     result = run("compare", *paths)
     assert (result.returncode, result.stdout) == (status, "")
@@ -64,7 +64,9 @@ def test_bad_input_is_one_line(recordings: Path, arguments: tuple[str, ...], sta
         ('{"schema_version": 1', "not a report"),
     ],
 )
-def test_a_report_that_cannot_be_read_is_one_line(recordings: Path, tmp_path: Path, content: str, words: str):
+def test_a_report_that_cannot_be_read_is_one_line(
+    run: Invoke, recordings: Path, tmp_path: Path, content: str, words: str
+):
     path = tmp_path / "report.json"
     path.write_text(content)
     result = run("compare", path, recordings / BASE)

@@ -13,11 +13,6 @@ from tests.server.stand_in import INFO, StandIn
 
 
 @pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Invoke:
-    return Invoke(monkeypatch, capsys)
-
-
-@pytest.fixture
 def glm78(tmp_path: Path) -> Path:
     path = tmp_path / "config.json"
     path.write_text(json.dumps(GLM78))

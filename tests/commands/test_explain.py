@@ -10,26 +10,23 @@ from pathlib import Path
 
 import pytest
 
-
-def run(*arguments: str | Path, timeout: float = 60) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "mla_diag", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False)
+from tests.commands.invoke import Invoke
 
 
-def test_json_to_standard_output(recordings: Path):
+def test_json_to_standard_output(run: Invoke, recordings: Path):
     result = run("explain", recordings / "base-graph-decode.trace.json.gz", "--format", "json")
     assert (result.returncode, result.stderr) == (0, "")
     assert json.loads(result.stdout)["stages"][0]["steps"] == 5
 
 
-def test_output_goes_to_a_file(recordings: Path, tmp_path: Path):
+def test_output_goes_to_a_file(run: Invoke, recordings: Path, tmp_path: Path):
     target = tmp_path / "report.json"
     result = run("explain", recordings / "base-graph-decode.trace.json.gz", "--format", "json", "-o", target)
     assert (result.returncode, result.stdout, result.stderr) == (0, "", "")
     assert json.loads(target.read_text())["traces"][0]["device"] == "NVIDIA H200"
 
 
-def test_terminal_report_names_the_copy(recordings: Path):
+def test_terminal_report_names_the_copy(run: Invoke, recordings: Path):
     result = run("explain", recordings / "base-eager-decode-stack.trace.json.gz", "--top", "1")
     assert (result.returncode, result.stderr) == (0, "")
     assert "attention/flashinfer_mla_backend.py:616 forward_decode" in result.stdout
@@ -53,7 +50,7 @@ BAD_INPUTS = {
 
 
 @pytest.mark.parametrize("content", BAD_INPUTS.values(), ids=BAD_INPUTS.keys())
-def test_bad_input_is_one_line_and_exit_3(tmp_path: Path, content: bytes | None):
+def test_bad_input_is_one_line_and_exit_3(run: Invoke, tmp_path: Path, content: bytes | None):
     path = tmp_path / "trace.json"
     if content is not None:
         path.write_bytes(content)
@@ -75,14 +72,14 @@ def test_bad_input_is_one_line_and_exit_3(tmp_path: Path, content: bytes | None)
         (["-o", "/dev/full"], "No space left on device"),
     ],
 )
-def test_wrong_options_are_one_line_and_exit_2(recordings: Path, options: list[str], words: str):
+def test_wrong_options_are_one_line_and_exit_2(run: Invoke, recordings: Path, options: list[str], words: str):
     result = run("explain", recordings / "base-graph-decode.trace.json.gz", *options)
     assert result.returncode == 2
     assert words in result.stderr
     assert "Traceback" not in result.stderr
 
 
-def test_a_file_that_cannot_be_explained_fails_after_the_others_were(recordings: Path, tmp_path: Path):
+def test_a_file_that_cannot_be_explained_fails_after_the_others_were(run: Invoke, recordings: Path, tmp_path: Path):
     bad = tmp_path / "bad.json"
     bad.write_bytes(b"hello")
     result = run("explain", recordings / "base-graph-decode.trace.json.gz", bad)
@@ -98,7 +95,7 @@ def test_a_reader_that_goes_away_is_no_error(recordings: Path):
     assert len(result.stdout.splitlines()) == 1
 
 
-def test_demo_tells_the_story():
+def test_demo_tells_the_story(run: Invoke):
     result = run("demo")
     assert (result.returncode, result.stderr) == (0, "")
     assert "HIGH whole-pool-copy (92.1%)" in result.stdout
@@ -107,7 +104,7 @@ def test_demo_tells_the_story():
     assert "84.28 to 29.97 ms of device time, 2.81 times as fast; busy 84.28 to 21.40 ms" in result.stdout
 
 
-def test_version_and_help():
+def test_version_and_help(run: Invoke):
     import mla_diag  # noqa: PLC0415
 
     assert run("--version").stdout == f"mla-diag {mla_diag.__version__}\n"

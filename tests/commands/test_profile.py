@@ -12,26 +12,16 @@ from pathlib import Path
 
 import pytest
 
-from mla_diag.server import capture
 from tests.commands.invoke import Invoke
 from tests.server.models import GLM78
 from tests.server.stand_in import INFO, StandIn
 from tests.sftp_server import user_of_sftp
 
+pytestmark = pytest.mark.usefixtures("_impatient")
+
 KEY = "sk-0123456789abcdef"
 # Profiled by stage: a file a stage, as the recordings are.
 BY_STAGE = INFO | {"version": "0.5.11"}
-
-
-@pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Invoke:
-    return Invoke(monkeypatch, capsys)
-
-
-@pytest.fixture(autouse=True)
-def _little_grace(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What does not come by itself is waited for in seconds, and these servers have it at once or never."""
-    monkeypatch.setattr(capture, "_GRACE", 0.5)
 
 
 @pytest.fixture

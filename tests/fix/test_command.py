@@ -15,6 +15,7 @@ from rich.console import Console
 
 from mla_diag.commands import fix
 from mla_diag.commands.common import Format
+from mla_diag.commands.strategies import parse_strategy
 from mla_diag.errors import MlaDiagError, UnknownCodeError, UsageError
 from mla_diag.fix.locate import Installation, find_installation
 from mla_diag.fix.strategy import Strategy
@@ -123,7 +124,7 @@ def test_errors_are_one_line(installation: Installation) -> None:
     with pytest.raises(UsageError, match=r"^--strategy native: there is no FlashInfer beside this SGLang$"):
         run(installation, apply=True, strategy=Strategy.NATIVE)
     with pytest.raises(UsageError, match=r"^--strategy fast: not one of auto, kernel, native, gather$"):
-        fix.parse_strategy("fast")
+        parse_strategy("fast")
     with pytest.raises(MlaDiagError, match=r"^[^\n]+: no fix is applied here$"):
         run(installation, revert=True)
 

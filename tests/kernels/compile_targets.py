@@ -4,7 +4,6 @@ Usage: python compile_targets.py MAJOR,MINOR,COLUMNS … A process of its own, b
 tests of this directory need, has to be off when the kernels' module is imported.
 """
 
-import dataclasses
 import json
 import re
 import subprocess
@@ -41,56 +40,54 @@ def source(kernel, constants):
     return ASTSource(kernel, types, {(names.index(n),): v for n, v in constants.items()}, attrs)
 
 
-def resources(compiled):
-    """Shared memory, registers and spilled bytes of a compiled kernel, from the cubin itself."""
+def dump(compiled, *what):
+    """What cuobjdump says of a compiled kernel's cubin."""
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
         cubin.write(compiled.asm["cubin"])
         cubin.flush()
-        listing = subprocess.run([tool, "-res-usage", cubin.name], capture_output=True, text=True, check=True).stdout
-        sass = subprocess.run([tool, "-sass", cubin.name], capture_output=True, text=True, check=True).stdout
-    registers, stack = re.search(r"REG:(\d+) STACK:(\d+)", listing).groups()
+        return subprocess.run([tool, *what, cubin.name], capture_output=True, text=True, check=True).stdout
+
+
+def resources(compiled):
+    """Shared memory, registers and spilled bytes of a compiled kernel, from the cubin itself."""
+    registers, stack = re.search(r"REG:(\d+) STACK:(\d+)", dump(compiled, "-res-usage")).groups()
+    return {"shared": compiled.metadata.shared, "registers": int(registers), "stack": int(stack)}
+
+
+def instructions(compiled):
+    """The opcodes of a compiled kernel."""
+    sass = dump(compiled, "-sass")
     opcodes = re.findall(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+ )?([A-Z0-9_]+)", sass)
-    return {
-        "shared": compiled.metadata.shared,
-        "registers": int(registers),
-        "stack": int(stack),
-        "opcodes": sorted(set(opcodes)),
-        "converts_e4m3": "F16.E4M3.UNPACK" in sass,
-    }
+    return {"opcodes": sorted(set(opcodes)), "converts_e4m3": "F16.E4M3.UNPACK" in sass}
 
 
-def compile_all(capability, columns, **overrides):
+def compile_target(capability, columns):
+    """The report on a target; the plan and the combination, which only count the columns, with 16 of them."""
     config = mla_fp8.tuning(capability, columns)
-    config = dataclasses.replace(config, **overrides)
     target = GPUTarget("cuda", 10 * capability[0] + capability[1], 32)
     decode = {"HAS_LENS": False, "EXTEND": False, "BLOCK_H": config.block_heads, "kv_lens": None, "qo_indptr": None}
-    kernels = {
-        "plan": (
-            mla_fp8_triton.mla_fp8_plan,
-            {"BATCH": 64, "BLOCK_N": config.block_tokens, "ROWS": 32},
-            {"num_warps": 4},
-        ),
-        "attend": (
-            mla_fp8_triton.mla_fp8_attention,
-            {"LATENT": 512, "ROPE": 64, "ROW": 288, "PAGE": 1, "PAGED": False, "CAUSAL": False,
-             "BLOCK_N": config.block_tokens, "STAGES": config.stages,
-             "WHOLE": config.whole_words, "DECODE": config.decode},
-            {"num_warps": config.warps, "num_stages": config.stages},
-        ),
-        "combine": (
-            mla_fp8_triton.mla_fp8_combine,
-            {"LATENT": 512, "CHUNK": 256, "BLOCK_P": 16, "OVERLAP": capability >= (9, 0)},
-            {"num_warps": 2},
-        ),
-    }  # fmt: skip
-    report = {}
-    for name, (kernel, own, options) in kernels.items():
+
+    def compiled(kernel, own, **options):
         constants = {k: v for k, v in {**decode, **own}.items() if k in kernel.arg_names}
-        report[name] = resources(triton.compile(source(kernel, constants), target=target, options=options))
+        return triton.compile(source(kernel, constants), target=target, options=options)
+
+    attend = compiled(
+        mla_fp8_triton.mla_fp8_attention,
+        {"LATENT": 512, "ROPE": 64, "ROW": 288, "PAGE": 1, "PAGED": False, "CAUSAL": False,
+         "BLOCK_N": config.block_tokens, "STAGES": config.stages,
+         "WHOLE": config.whole_words, "DECODE": config.decode},
+        num_warps=config.warps, num_stages=config.stages,
+    )  # fmt: skip
+    report = {"attend": resources(attend) | instructions(attend)}
+    if columns == 16:
+        plan = {"BATCH": 64, "BLOCK_N": config.block_tokens, "ROWS": 32}
+        compiled(mla_fp8_triton.mla_fp8_plan, plan, num_warps=4)
+        pieces = {"LATENT": 512, "CHUNK": 256, "BLOCK_P": 16, "OVERLAP": capability >= (9, 0)}
+        report["combine"] = resources(compiled(mla_fp8_triton.mla_fp8_combine, pieces, num_warps=2))
     return report
 
 
 if __name__ == "__main__":
     targets = [tuple(map(int, text.split(","))) for text in sys.argv[1:]]
-    json.dump([compile_all((major, minor), columns) for major, minor, columns in targets], sys.stdout)
+    json.dump([compile_target((major, minor), columns) for major, minor, columns in targets], sys.stdout)

@@ -48,7 +48,11 @@ def test_resources(reports, target):
     assert config.programs_per_sm * attend["registers"] * 32 * config.warps <= REGISTERS_PER_SM
     # A few values that wait in local memory through the loop are harmless; one operand of a product would be 128 bytes.
     assert attend["stack"] < 128
-    assert reports[target]["combine"]["stack"] == 0
+
+
+@pytest.mark.parametrize("capability", SHARED_KB, ids=str)
+def test_the_combination_spills_nothing(reports, capability):
+    assert reports[capability, 16]["combine"]["stack"] == 0
 
 
 @pytest.mark.parametrize("target", TARGETS, ids=str)

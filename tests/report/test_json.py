@@ -19,6 +19,7 @@ from mla_diag.diagnose import gap
 from mla_diag.report import fix_account as account
 from mla_diag.report.json import render_json
 from mla_diag.server import exposure
+from mla_diag.server.copy_cost import CopyCost
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "report-schema.md"
 
@@ -50,7 +51,7 @@ TABLES = {
     "## The comparison: before": comparison.Side,
     "## The exposure": exposure.Exposure,
     "## The exposure: stages": exposure.StageExposure,
-    "## The exposure: copy": exposure.CopyCost,
+    "## The exposure: copy": CopyCost,
     "## The fix": account.FixAccount,
     "## The fix: sites": account.SiteEntry,
     "## The fix: outlooks": account.OutlookEntry,

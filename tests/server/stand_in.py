@@ -85,6 +85,8 @@ class StandIn:
 
         class Handler(BaseHTTPRequestHandler):
             protocol_version = "HTTP/1.1"
+            # Else the kernel holds each answer's body back for 40 ms, until its head is acknowledged.
+            disable_nagle_algorithm = True
 
             def do_GET(self) -> None:
                 stand_in.handle(self, None)
@@ -217,7 +219,10 @@ class StandIn:
 
 
 def main() -> None:
-    """Serve until SIGTERM. `fixed` among the attributes has those of a fixed SGLang, `says` has lines for the log."""
+    """Serve until SIGTERM, and log what is posted.
+
+    `fixed` among the attributes has those of a fixed SGLang, `says` has lines for the log.
+    """
     parser = argparse.ArgumentParser()
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--sglang", type=Path, help="where a fix is looked for")
@@ -231,9 +236,15 @@ def main() -> None:
     print(*given.attributes.pop("says", []), sep="\n")
     attributes = {"key": given.api_key, **given.attributes, "port": given.port}
     attributes["traces"] = {name: Path(path) for name, path in attributes.get("traces", {}).items()}
-    with StandIn(**attributes):
+    with StandIn(**attributes) as server:
         print("The server is fired up and ready to roll!", flush=True)
-        threading.Event().wait()
+        logged = 0
+        while True:
+            for method, path, *_ in server.requests[logged:]:
+                logged += 1
+                if method == "POST":
+                    print(method, path, flush=True)
+            time.sleep(0.05)
 
 
 if __name__ == "__main__":

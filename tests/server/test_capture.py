@@ -12,24 +12,20 @@ import pytest
 
 from mla_diag.diagnose.server_info import parse_server_info
 from mla_diag.errors import ServerError
-from mla_diag.server import capture as capture_module
 from mla_diag.server.capture import Capture, CapturePlan, Say
-from mla_diag.server.client import Client, Timeouts
+from mla_diag.server.client import Client
+from mla_diag.server.connection import Timeouts
 from mla_diag.server.load import Load, LoadPlan
 from mla_diag.server.trace_files import TraceDirectory
 from tests.server.stand_in import StandIn
 
-QUICK = Timeouts(connect=2, answer=2, generate=2, export=4)
+pytestmark = pytest.mark.usefixtures("_impatient")
+
+QUICK = Timeouts(connect=2, answer=1, generate=2, export=2.5)
 WAVE = LoadPlan(batch=1, input_len=10, cached_len=0, output_len=9)
 BY_STAGE = CapturePlan(steps=3, by_stage=True, stacks=False)
 TRAFFIC = CapturePlan(steps=3, by_stage=False, stacks=False, traffic_timeout=1.0)
 STAGES = ("TP-0-EXTEND", "TP-0-DECODE")
-
-
-@pytest.fixture(autouse=True)
-def _little_grace(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What does not come by itself is waited for in seconds, and these servers have it at once or never."""
-    monkeypatch.setattr(capture_module, "_GRACE", 0.5)
 
 
 @pytest.fixture
@@ -204,7 +200,10 @@ def test_other_peoples_traffic_is_bounded_in_forward_passes(tmp_path: Path, trac
     assert len(names(tmp_path / "x")) == 1
 
 
-def test_a_file_on_another_host_is_whole_once_it_has_stopped_growing(tmp_path: Path, traces: dict[str, Path]):
+def test_a_file_on_another_host_is_whole_once_it_has_stopped_growing(
+    tmp_path: Path, traces: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("mla_diag.server.capture._PAUSE", 0.3)  # several parts come in the time from look to look
     content = traces["TP-0"].read_bytes()
     folder = tmp_path / "x"
 
@@ -214,7 +213,7 @@ def test_a_file_on_another_host_is_whole_once_it_has_stopped_growing(tmp_path: P
             for part in range(10):
                 file.write(content[part * len(content) // 10 : (part + 1) * len(content) // 10])
                 file.flush()
-                time.sleep(0.2)
+                time.sleep(0.1)
 
     with StandIn() as server:
         capture = Capture(

@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 
 from mla_diag.errors import MlaDiagError, RefusedError, ServerError, ServerGoneError, UsageError
-from mla_diag.server.client import Client, Timeouts
+from mla_diag.server.client import Client
+from mla_diag.server.connection import Timeouts
 from mla_diag.server.secrets import REDACTED
 from tests.server.stand_in import StandIn
 

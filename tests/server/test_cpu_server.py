@@ -25,7 +25,7 @@ import pytest
 from mla_diag.bench.agreement import agree, record_logits
 from mla_diag.diagnose.server_info import parse_server_info
 from mla_diag.server.client import Client
-from tests.commands.test_explain import run
+from tests.commands.invoke import run_process
 
 pytestmark = pytest.mark.slow
 
@@ -130,7 +130,7 @@ def assert_kept(result: subprocess.CompletedProcess[str], out: Path, stages: dic
 
 
 def test_both_stages_in_one_command(server: CpuServer, tmp_path: Path):
-    result = run(*command(server, tmp_path / "out"), timeout=120)
+    result = run_process(*command(server, tmp_path / "out"), timeout=120)
     assert_kept(result, tmp_path / "out", {"EXTEND": 1, "DECODE": 5})
 
 
@@ -162,7 +162,7 @@ def test_ctrl_c_stops_the_profiler_and_a_following_profile_works(server: CpuServ
     assert "written by then" in said
     server.generate(12)
     assert profiles_so_far(server) == before + 1  # nothing was left armed
-    result = run(*command(server, tmp_path / "next"), timeout=120)
+    result = run_process(*command(server, tmp_path / "next"), timeout=120)
     assert_kept(result, tmp_path / "next", {"EXTEND": 1, "DECODE": 5})
 
 

@@ -10,7 +10,8 @@ import pytest
 
 from mla_diag.diagnose.server_info import parse_server_info
 from mla_diag.errors import ServerError, UsageError
-from mla_diag.server.client import Client, Timeouts
+from mla_diag.server.client import Client
+from mla_diag.server.connection import Timeouts
 from mla_diag.server.load import Load, LoadPlan, plan_load
 from tests.server.stand_in import INFO, StandIn
 

@@ -15,7 +15,7 @@ from tests.server.models import DEEPSEEK_V3, GLM78, LLAMA
 
 def test_an_mla_model():
     model = parse_model_config(GLM78)
-    assert (model.mla, model.sparse, model.layers, model.width) == (True, False, 78, 576)
+    assert (model.mla, model.layers, model.width) == (True, 78, 576)
     assert (model.quantization, model.weight_bytes) == (None, 2.0)
 
 
@@ -35,10 +35,6 @@ def test_a_model_within_a_multimodal_one():
 def test_only_the_mla_layers_of_a_hybrid_have_a_pool():
     hybrid = GLM78 | {"num_hidden_layers": 27, "linear_attn_config": {"full_attn_layers": [4, 8, 12, 16, 20, 24, 27]}}
     assert parse_model_config(hybrid).layers == 7
-
-
-def test_sparse_attention_is_told():
-    assert parse_model_config(GLM78 | {"index_topk": 2048}).sparse is True
 
 
 @pytest.mark.parametrize(

@@ -41,11 +41,6 @@ def server(there: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iter
         yield running
 
 
-@pytest.fixture
-def invoke(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Invoke:
-    return Invoke(monkeypatch, capsys)
-
-
 def test_a_directory_a_pattern_and_a_file_on_another_host(server: SftpServer, recordings: Path):
     here = mla_diag.explain(recordings / DECODE)
     names = [server.url(f"/var/traces/17-TP-{rank}-DECODE.trace.json.gz") for rank in (0, 1)]
@@ -56,13 +51,13 @@ def test_a_directory_a_pattern_and_a_file_on_another_host(server: SftpServer, re
     assert [trace.path for trace in mla_diag.explain([names[0]]).traces] == names[:1]
 
 
-def test_explain_and_compare_take_urls(server: SftpServer, invoke: Invoke, recordings: Path):
+def test_explain_and_compare_take_urls(server: SftpServer, run: Invoke, recordings: Path):
     url = server.url("/var/traces/17-TP-0-DECODE.trace.json.gz")
-    explained = invoke("explain", url, "--mapping", server.url("/other/eager.json.gz"), "--top", "1")
+    explained = run("explain", url, "--mapping", server.url("/other/eager.json.gz"), "--top", "1")
     assert (explained.returncode, explained.stderr) == (0, "")
     assert explained.stdout.startswith(url)
     assert "forward_decode" in explained.stdout
-    compared = invoke("compare", url, recordings / "native-graph-decode.trace.json.gz")
+    compared = run("compare", url, recordings / "native-graph-decode.trace.json.gz")
     assert compared.returncode == 0
     assert "72.44 to 6.960 ms" in compared.stdout
 
@@ -86,11 +81,11 @@ def test_nothing_fetched_is_left_behind(server: SftpServer, tmp_path: Path, monk
     ],
 )
 def test_a_file_that_cannot_be_read_is_one_line_and_the_others_are_explained(
-    server: SftpServer, invoke: Invoke, there: Path, path: str, words: str
+    server: SftpServer, run: Invoke, there: Path, path: str, words: str
 ):
     (there / "var/traces/hidden.json.gz").touch()
     good = server.url("/var/traces/17-TP-0-DECODE.trace.json.gz")
-    result = invoke("explain", good, server.url(path), "--top", "1")
+    result = run("explain", good, server.url(path), "--top", "1")
     assert result.returncode == 3
     assert result.stdout.startswith(good)
     assert result.stderr == f"mla-diag: {server.url(path)}: {words}\n"
@@ -103,27 +98,27 @@ def test_a_directory_without_traces_is_one_line(server: SftpServer, there: Path)
             mla_diag.explain(server.url(path))
 
 
-def test_a_login_that_is_refused_is_one_line(server: SftpServer, invoke: Invoke, tmp_path: Path):
+def test_a_login_that_is_refused_is_one_line(server: SftpServer, run: Invoke, tmp_path: Path):
     asyncssh.generate_private_key("ssh-ed25519").write_private_key(str(tmp_path / "home/.ssh/id_ed25519"))
-    result = invoke("explain", server.url("/var/traces"))
+    result = run("explain", server.url("/var/traces"))
     (line,) = result.stderr.splitlines()
     assert (result.returncode, result.stdout) == (3, "")
     assert "cannot be reached (Authentication failed.); check the user in the URL, and that ssh logs in there" in line
 
 
-def test_a_host_that_is_none_is_one_line(invoke: Invoke):
+def test_a_host_that_is_none_is_one_line(run: Invoke):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     for host in (f"127.0.0.1:{port}", "no-such-host.invalid"):
-        result = invoke("explain", f"sftp://{host}/var/traces")
+        result = run("explain", f"sftp://{host}/var/traces")
         (line,) = result.stderr.splitlines()
         assert result.returncode == 3
         assert line.startswith(f"mla-diag: sftp://{host}/var/traces: cannot be reached (")
         assert line.endswith("); check the host and port in the URL, and that it can be reached from here")
 
 
-def test_a_port_that_is_no_ssh_is_one_line(invoke: Invoke):
+def test_a_port_that_is_no_ssh_is_one_line(run: Invoke):
     """paramiko logs a traceback to standard error where logging is not set up."""
     with socket.create_server(("127.0.0.1", 0)) as listening:
 
@@ -134,7 +129,7 @@ def test_a_port_that_is_no_ssh_is_one_line(invoke: Invoke):
 
         thread = threading.Thread(target=answer)
         thread.start()
-        result = invoke("explain", f"sftp://127.0.0.1:{listening.getsockname()[1]}/traces")
+        result = run("explain", f"sftp://127.0.0.1:{listening.getsockname()[1]}/traces")
         thread.join()
     (line,) = result.stderr.splitlines()
     assert "cannot be reached (Error reading SSH protocol banner" in line

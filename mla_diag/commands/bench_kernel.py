@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
 from rich.console import Console
-from rich.text import Text
 
 from mla_diag.bench.kernel_record import Record, read_record
-from mla_diag.bench.rows import Ceilings, Row, Shape
-from mla_diag.commands.common import check_output, destination
+from mla_diag.bench.rows import Shape
+from mla_diag.commands.common import check_output, destination, parse_shape
 from mla_diag.errors import UsageError
 from mla_diag.report.json import render_json
 from mla_diag.report.kernel_plot import check_plotting, draw_svg
+from mla_diag.report.kernel_table import format_row, print_head
 
-_ROW = "{:>5} {:>5} {:>7}  {:<15} {:>9} {:>9} {:>9}"
 
-
-def run_kernel(
+def run(
     heads: Sequence[int],
     shapes: Sequence[str],
     output: Path | None,
@@ -81,7 +78,8 @@ def _measure(heads: Sequence[int], cases: Sequence[tuple[int, int]], output: Pat
         record.rows.append(row)
         console.print(format_row(row), soft_wrap=True)
         if output is not None:
-            output.write_text(render_json(record), encoding="utf-8")
+            with destination(output) as written:
+                written.file.write(render_json(record))
     return record
 
 
@@ -94,36 +92,3 @@ def _chosen(record: Record, heads: Sequence[int], cases: Sequence[tuple[int, int
     if not rows:
         raise UsageError(f"{path}: nothing of these heads and shapes was recorded; leave them out to see what was")
     return msgspec.structs.replace(record, rows=rows)
-
-
-def parse_shape(text: str) -> tuple[int, int]:
-    """Requests and tokens of each out of `16x8192`.
-
-    Raises:
-        UsageError: It is no such thing.
-    """
-    match = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", text)
-    if match is None:
-        raise UsageError(f"--shape {text}: not BATCHxCONTEXT, such as 16x8192")
-    return int(match[1]), int(match[2])
-
-
-def print_head(device: str, ceilings: Ceilings, console: Console) -> None:
-    """What stands above rows: the card and what it does at best, the names of the columns."""
-    console.print(
-        f"{device}: copies at {ceilings.bandwidth / 1e12:.2f} TB/s, "
-        f"BF16 products at {ceilings.matmul / 1e12:.0f} TFLOP/s; a decode step of one layer:\n",
-        soft_wrap=True,
-    )
-    console.print(Text(_ROW.format("heads", "batch", "context", "", "us", "roofline", "error"), "dim"))
-
-
-def format_row(row: Row) -> Text:
-    """One measurement: the time, how many times the roofline that is, and the error; or why there is none."""
-    shape = row.shape
-    if row.us is None or row.error is None:
-        figures = ("-", "", "")
-    else:
-        figures = (f"{row.us:,.1f}", f"{row.us / row.roofline_us:.2f} x", f"{row.error:.1e}")
-    line = _ROW.format(shape.heads, shape.batch, shape.context, row.alternative, *figures)
-    return Text(line if row.us is not None else f"{line.rstrip()}  {row.reason}", "" if row.us is not None else "dim")

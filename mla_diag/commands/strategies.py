@@ -1,4 +1,4 @@
-"""What `mla-diag fix --apply` does before it touches a file: measure and check the alternatives on this machine."""
+"""What can stand in the cast's place, for `fix` and `bench server`: as asked for, and as measured on this machine."""
 
 from __future__ import annotations
 
@@ -7,17 +7,23 @@ from pathlib import Path
 from rich.console import Console
 
 from mla_diag.bench.strategies import Card, Measured, NotMeasuredError, Verdict, measure
-from mla_diag.commands.bench import format_row, print_head
+from mla_diag.commands.common import parse_choice
 from mla_diag.errors import UsageError
 from mla_diag.fix.locate import Installation, find_python
 from mla_diag.fix.strategy import Outlook, Strategy
 from mla_diag.report.fix_account import Measurement
+from mla_diag.report.kernel_table import format_row, print_head
+
+
+def parse_strategy(text: str) -> Strategy:
+    """The strategy of that name."""
+    return parse_choice(Strategy, text, "--strategy")
 
 
 def measure_strategies(
     installation: Installation, chosen: Strategy, ways: list[Outlook], directory: Path | None, console: Console
 ) -> Measurement | None:
-    """Measure what can read the pool here with the server's own libraries, and print it.
+    """Before a file is touched, measure what can read the pool here with the server's own libraries, and print it.
 
     Args:
         installation: the SGLang that is to be fixed.

@@ -11,17 +11,17 @@ import pytest
 
 from mla_diag.bench.kernel_record import Record, read_record
 from mla_diag.bench.rows import Ceilings, Row, Shape
-from mla_diag.commands.bench import format_row, parse_shape
+from mla_diag.commands.common import parse_shape
 from mla_diag.errors import UsageError
 from mla_diag.report.json import render_json
+from mla_diag.report.kernel_table import format_row
 from tests.commands.invoke import Invoke
-from tests.commands.test_explain import run
 
 SVG = "{http://www.w3.org/2000/svg}"
 OURS, FLOOR = "stroke: #009e73", "stroke-dasharray"
 
 
-def test_without_a_gpu_it_says_so_in_one_line():
+def test_without_a_gpu_it_says_so_in_one_line(run: Invoke):
     torch = pytest.importorskip("torch")
     if torch.cuda.is_available():
         pytest.skip("this machine has a GPU")
@@ -67,34 +67,29 @@ def recorded(tmp_path: Path) -> Path:
     return path
 
 
-@pytest.fixture
-def invoke(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Invoke:
-    return Invoke(monkeypatch, capsys)
-
-
-def test_an_earlier_run_is_shown_without_a_gpu(invoke: Invoke, recorded: Path):
-    result = invoke("bench", "kernel", "--from", recorded)
+def test_an_earlier_run_is_shown_without_a_gpu(run: Invoke, recorded: Path):
+    result = run("bench", "kernel", "--from", recorded)
     assert (result.returncode, result.stderr) == (0, "")
     first, _, head, *rows = result.stdout.splitlines()
     assert first == "NVIDIA H200: copies at 4.25 TB/s, BF16 products at 786 TFLOP/s; a decode step of one layer:"
     assert head.split() == ["heads", "batch", "context", "us", "roofline", "error"]
     assert rows == [format_row(row).plain.rstrip() for row in read_record(recorded).rows]
-    some = invoke("bench", "kernel", "--from", recorded, "--heads", "128", "--shape", "1x2048")
+    some = run("bench", "kernel", "--from", recorded, "--heads", "128", "--shape", "1x2048")
     assert some.stdout.splitlines()[3:] == rows[6:9]
 
 
 def test_an_earlier_run_is_shown_where_torch_is_not_installed(
-    invoke: Invoke, recorded: Path, monkeypatch: pytest.MonkeyPatch
+    run: Invoke, recorded: Path, monkeypatch: pytest.MonkeyPatch
 ):
     for name in ("torch", "triton", "mla_diag.bench.kernel"):
         monkeypatch.setitem(sys.modules, name, None)
-    assert invoke("bench", "kernel", "--from", recorded).returncode == 0
+    assert run("bench", "kernel", "--from", recorded).returncode == 0
 
 
-def test_a_picture_of_it(invoke: Invoke, recorded: Path, tmp_path: Path):
+def test_a_picture_of_it(run: Invoke, recorded: Path, tmp_path: Path):
     pictures = [tmp_path / "a.svg", tmp_path / "b.svg"]
     for picture in pictures:
-        assert invoke("bench", "kernel", "--from", recorded, "--plot", picture).returncode == 0
+        assert run("bench", "kernel", "--from", recorded, "--plot", picture).returncode == 0
     first, second = (picture.read_bytes() for picture in pictures)
     assert first == second  # remaking it from the same run changes nothing
     assert len(first) < 300_000
@@ -120,10 +115,10 @@ def drawn(node: ElementTree.Element, style: str) -> bool:
 
 
 def test_a_picture_takes_matplotlib_and_says_so_before_anything_is_measured(
-    invoke: Invoke, recorded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run: Invoke, recorded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    result = invoke("bench", "kernel", "--from", recorded, "--plot", tmp_path / "a.svg")
+    result = run("bench", "kernel", "--from", recorded, "--plot", tmp_path / "a.svg")
     assert result.stderr == (
         "mla-diag: --plot needs matplotlib, which is not installed; pip install 'mla-diag[plot]'\n"
     )
@@ -141,20 +136,20 @@ def test_a_picture_takes_matplotlib_and_says_so_before_anything_is_measured(
     ],
 )
 def test_what_is_wrong_is_one_line(
-    invoke: Invoke, recorded: Path, monkeypatch: pytest.MonkeyPatch, options: list[str], code: int, words: str
+    run: Invoke, recorded: Path, monkeypatch: pytest.MonkeyPatch, options: list[str], code: int, words: str
 ):
     monkeypatch.chdir(recorded.parent)
     Path("other.json").write_text('{"rows": []}')
-    result = invoke("bench", "kernel", *options)
+    result = run("bench", "kernel", *options)
     (line,) = result.stderr.splitlines()
     assert result.returncode == code
     assert words in line
 
 
-def test_a_run_in_which_nothing_ran_has_no_picture(invoke: Invoke, recorded: Path, tmp_path: Path):
+def test_a_run_in_which_nothing_ran_has_no_picture(run: Invoke, recorded: Path, tmp_path: Path):
     record = read_record(recorded)
     rows = [row for row in record.rows if row.us is None]
     recorded.write_text(render_json(Record(record.device, record.ceilings, rows)))
-    result = invoke("bench", "kernel", "--from", recorded, "--plot", tmp_path / "a.svg")
+    result = run("bench", "kernel", "--from", recorded, "--plot", tmp_path / "a.svg")
     assert result.stderr == "mla-diag: --plot: no alternative ran, so there is nothing to draw\n"
     assert not (tmp_path / "a.svg").exists()
