@@ -72,6 +72,7 @@ def test_the_whole_story_in_one_command(run: Invoke, tmp_path: Path, traces: dic
         "wall_ms": decode["wall_ms_per_step"],
         "gap_ms": decode["device_ms_per_step"] - report["floor"]["ms"],
         "copy_ms": copies["decode"]["cost_ms_per_step"],
+        "copy_by_flags_ms": pytest.approx(copies["decode"]["cost_ms_per_step"], rel=0.15),
         "trace": decode["trace"],
     }
     text = (out / "report.txt").read_text()
@@ -88,6 +89,27 @@ def test_the_whole_story_in_one_command(run: Invoke, tmp_path: Path, traces: dic
     assert "sk-of-the-server" not in everything
     # The server's own copies are gone.
     assert files(tmp_path) == ["config.json", "out"]
+
+
+@pytest.mark.parametrize("dtype", ["fp8_e4m3", "bf16"])
+def test_a_measured_step_without_the_copy_says_that_the_server_is_fixed(
+    run: Invoke, tmp_path: Path, recordings: Path, dtype: str
+):
+    """By its flags it copies, and doctor can say no more; the step that was measured disproves that."""
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(GLM78))
+    traces = {"TP-0-DECODE": recordings / "native-graph-decode.trace.json.gz"}
+    with StandIn(info=BY_STAGE | {"kv_cache_dtype": dtype}, traces=traces) as server:
+        options = ("--trace-root", tmp_path, "--out", tmp_path / "out", "--model-config", config)
+        result = run("profile", "--url", server.url, "--stage", "decode", *options)
+    gap = json.loads((tmp_path / "out/report.json").read_text())["gap"]
+    shown = " ".join(result.stdout.split())
+    assert gap["copy_ms"] == 0
+    assert "ms above the floor, none of them a copy of the pool" in shown
+    assert "takes at least" not in shown
+    flags = "a server with these flags copies its pool for 66.8 ms a step, and no copy was measured"
+    assert (f"{flags}: this SGLang was fixed" in shown) == (dtype == "fp8_e4m3")
+    assert gap["copy_by_flags_ms"] == (pytest.approx(66.8, abs=0.1) if dtype == "fp8_e4m3" else None)
 
 
 def test_releases_that_name_their_steps_are_recorded_into_one_file(
