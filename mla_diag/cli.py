@@ -5,7 +5,6 @@ Those modules are imported when their command runs, because `--help` and shell c
 
 from __future__ import annotations
 
-import os
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -13,6 +12,7 @@ from typing import Annotated
 import typer
 
 from mla_diag._version import __version__
+from mla_diag.commands.standard_streams import sturdy_streams
 from mla_diag.errors import MlaDiagError
 
 app = typer.Typer(
@@ -35,7 +35,7 @@ Insecure = Annotated[bool, typer.Option("--insecure", help="Do not check the ser
 
 def _show_version(asked: bool) -> None:
     if asked:
-        typer.echo(f"mla-diag {__version__}")
+        print(f"mla-diag {__version__}")
         raise typer.Exit
 
 
@@ -376,15 +376,15 @@ def demo() -> None:
 
 def main() -> None:
     """Run the command line; errors meant for its user become one line and an exit code."""
-    try:
-        app()
-    except MlaDiagError as error:
-        for line in str(error).splitlines():
-            print(f"mla-diag: {line}", file=sys.stderr)
-        sys.exit(error.exit_code)
-    except BrokenPipeError:
-        # The reader of our output has gone, as `| head` does: that is no error, but Python would print one on exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(0)
-    except KeyboardInterrupt:
-        sys.exit(130)
+    with sturdy_streams():
+        try:
+            try:
+                app()
+            finally:
+                sys.stdout.flush()
+        except MlaDiagError as error:
+            for line in str(error).splitlines():
+                print(f"mla-diag: {line}", file=sys.stderr)
+            sys.exit(error.exit_code)
+        except KeyboardInterrupt:
+            sys.exit(130)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum
@@ -64,19 +63,15 @@ def destination(output: Path | None) -> Iterator[Console]:
 
     Raises:
         UsageError: It cannot be written.
-        BrokenPipeError: Whoever reads standard output has gone.
     """
+    if output is None:
+        yield Console(highlight=False)
+        return
     try:
-        if output is None:
-            yield Console(highlight=False)
-            sys.stdout.flush()
-            return
         with output.open("w", encoding="utf-8") as file:
             yield Console(file=file, highlight=False)
-    except BrokenPipeError:
-        raise
     except OSError as error:
-        raise UsageError(f"{output or 'standard output'}: cannot be written: {error.strerror}") from error
+        raise UsageError(f"{output}: cannot be written: {error.strerror}") from error
 
 
 @contextmanager
