@@ -13,7 +13,7 @@ import typer
 
 from mla_diag._version import __version__
 from mla_diag.commands.standard_streams import sturdy_streams
-from mla_diag.errors import MlaDiagError
+from mla_diag.errors import MlaDiagError, UsageError
 
 app = typer.Typer(
     name="mla-diag",
@@ -374,10 +374,24 @@ def demo() -> None:
     command.run()
 
 
+def _refuse_empty(arguments: list[str]) -> None:
+    """An empty path is the working directory, and a shell variable that is not set is an empty argument.
+
+    Raises:
+        UsageError: One is empty.
+    """
+    for before, argument in zip(["", *arguments], arguments, strict=False):
+        option, equals, value = argument.partition("=")
+        if not argument or (option.startswith("--") and equals and not value):
+            name = option or (before if before.startswith("-") else "an argument")
+            raise UsageError(f"{name}: nothing is given for it; is a shell variable not set?")
+
+
 def main() -> None:
     """Run the command line; errors meant for its user become one line and an exit code."""
     with sturdy_streams():
         try:
+            _refuse_empty(sys.argv[1:])
             try:
                 app()
             finally:

@@ -18,6 +18,7 @@ from mla_diag.report.json import render_json
 from mla_diag.report.kernel_plot import check_plotting, draw_svg
 
 _ROW = "{:>5} {:>5} {:>7}  {:<15} {:>9} {:>9} {:>9}"
+_OTHER_PICTURES = {".png", ".pdf", ".jpg", ".jpeg"}
 
 
 def run_kernel(
@@ -47,6 +48,8 @@ def run_kernel(
     check_output(output)
     if plot is not None:
         check_output(plot)
+        if plot.suffix.lower() in _OTHER_PICTURES:
+            raise UsageError(f"--plot {plot}: the picture is SVG; name it {plot.stem}.svg")
         check_plotting()
     if recorded is None:
         record = _measure(heads, cases, output, milliseconds)
@@ -126,4 +129,6 @@ def format_row(row: Row) -> Text:
     else:
         figures = (f"{row.us:,.1f}", f"{row.us / row.roofline_us:.2f} x", f"{row.error:.1e}")
     line = _ROW.format(shape.heads, shape.batch, shape.context, row.alternative, *figures)
-    return Text(line if row.us is not None else f"{line.rstrip()}  {row.reason}", "" if row.us is not None else "dim")
+    if row.us is not None:
+        return Text(line)
+    return Text(f"{line.rstrip()}  {' '.join(row.reason.split())}", "dim")

@@ -54,7 +54,7 @@ def check_output(output: Path | None) -> None:
         UsageError: Its directory does not exist.
     """
     if output is not None and not output.parent.is_dir():
-        raise UsageError(f"{output}: there is no directory {output.parent}; make it, or write elsewhere with -o")
+        raise UsageError(f"{output}: there is no directory {output.parent}; make it, or write elsewhere")
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Standard output and error as the command line uses them: whatever becomes of them, no traceback and no other status."""
+"""Standard output and error that bear whatever becomes of them: no traceback, and no other exit status."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def sturdy_streams() -> Iterator[None]:
 
 def _open(stream: TextIO | None) -> TextIO:
     if stream is None:
-        return open(os.devnull, "w", encoding="utf-8")  # noqa: PTH123, SIM115 - a stream for the whole command
+        return open(os.devnull, "w", encoding="utf-8")  # noqa: PTH123 - a stream for the whole command
     if hasattr(stream, "reconfigure"):
         stream.reconfigure(errors="backslashreplace")
     return stream

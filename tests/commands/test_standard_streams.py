@@ -8,12 +8,13 @@ from pathlib import Path
 
 import pytest
 
-# Each way of printing: a report, JSON, help, a line, a report that exits with 1.
+BASE, NATIVE = (f"{{recordings}}/{name}-graph-decode.trace.json.gz" for name in ("base", "native"))
+# Each way of printing, and the exit status: a report, JSON, help, a line, a report that exits with 1.
 COMMANDS = {
-    "explain": ("explain {recordings}/base-graph-decode.trace.json.gz", 0),
-    "explain --fail-on": ("explain {recordings}/base-graph-decode.trace.json.gz --fail-on any", 1),
-    "explain --format json": ("explain {recordings}/base-graph-decode.trace.json.gz --format json", 0),
-    "compare": ("compare {recordings}/base-graph-decode.trace.json.gz {recordings}/native-graph-decode.trace.json.gz", 0),
+    "explain": (f"explain {BASE}", 0),
+    "explain --fail-on": (f"explain {BASE} --fail-on any", 1),
+    "explain --format json": (f"explain {BASE} --format json", 0),
+    "compare": (f"compare {BASE} {NATIVE}", 0),
     "doctor": ("doctor --server-info {recordings}/base.server_info.json", 1),
     "demo": ("demo", 0),
     "--help": ("--help", 0),
