@@ -84,7 +84,8 @@ def _measure(heads: Sequence[int], cases: Sequence[tuple[int, int]], output: Pat
         record.rows.append(row)
         console.print(format_row(row), soft_wrap=True)
         if output is not None:
-            output.write_text(render_json(record), encoding="utf-8")
+            with destination(output) as written:
+                written.file.write(render_json(record))
     return record
 
 

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from shlex import quote
 from types import FrameType
 
 from rich.console import Console
@@ -208,8 +209,8 @@ def _to_fix(command: ServerCommand, options: Options, bench: ServerBench) -> Ins
     record = Journal(installation.root).record()
     if record is not None:
         raise UsageError(
-            f"{installation.root}: fixed already (strategy {record.strategy}), so there is no before to measure; "
-            f"`mla-diag fix --revert --sglang {installation.root}` first, or measure it as it is with --no-fix"
+            f"{installation.root}: fixed already (strategy {record.strategy}), so there is no before to measure: "
+            f"`mla-diag fix --revert --sglang {quote(str(installation.root))}` first, or measure it as it is, --no-fix"
         )
     check(options.strategy, outlooks(find_gpu(), installation.flashinfer))
     if patch.plan_patch(installation, options.strategy).changes:
@@ -330,7 +331,7 @@ def _settle(installation: Installation, options: Options, bench: ServerBench) ->
         bench.reverted = True
         bench.notes.append(f"{root}: reverted, byte for byte as it was")
     else:
-        bench.notes.append(f"{root}: stays fixed; `mla-diag fix --revert --sglang {root}` ends that")
+        bench.notes.append(f"{root}: stays fixed; `mla-diag fix --revert --sglang {quote(str(root))}` ends that")
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum
@@ -51,10 +52,16 @@ def check_output(output: Path | None) -> None:
     """Say that an output cannot be written before anything long is begun.
 
     Raises:
-        UsageError: Its directory does not exist.
+        UsageError: Its directory does not exist, it is one itself, or it may not be written.
     """
-    if output is not None and not output.parent.is_dir():
+    if output is None:
+        return
+    if not output.parent.is_dir():
         raise UsageError(f"{output}: there is no directory {output.parent}; make it, or write elsewhere")
+    if output.is_dir():
+        raise UsageError(f"{output}: is a directory; name a file in it")
+    if not os.access(output if output.exists() else output.parent, os.W_OK):
+        raise UsageError(f"{output}: may not be written; write elsewhere")
 
 
 @contextmanager

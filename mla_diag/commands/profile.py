@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from shlex import quote
 from typing import NamedTuple, TextIO
 
 import msgspec
@@ -311,7 +312,7 @@ def _out_of_reach(directory: TraceDirectory, out: Path, url: str) -> str:
             f"{url}: no trace came to {without_password(directory.here)}; a server in a container has a disk of its own"
         )
     lines.append(
-        f"explain them there: mla-diag explain {directory.on_server} --server-info server_info.json, with "
+        f"explain them there: mla-diag explain {quote(directory.on_server)} --server-info server_info.json, with "
         f"{out / 'server_info.json'} copied there; or name a place that both see with --trace-root"
     )
     return "\n".join(lines)
@@ -379,10 +380,11 @@ def _gap_lines(diagnosis: Diagnosis) -> Iterator[str]:
 def _graph_guidance(diagnosis: Diagnosis, recording: Recording, options: Options) -> Iterator[str]:
     """How a capture with CUDA graphs and one without make up for each other."""
     out = recording.out
-    again = f"mla-diag profile --url {recording.url} --stage decode"
+    again = f"mla-diag profile --url {quote(recording.url)} --stage decode"
+    traces, server_info = quote(str(out / "traces")), quote(str(out / "server_info.json"))
     if recording.server.cuda_graphs is False and Stage.DECODE in options.stages:
         yield "This server decodes without CUDA graphs: its trace names what they replay on the same server with them:"
-        yield f"  {again} --mapping {out / 'traces'}/NAME"
+        yield f"  {again} --mapping {traces}/NAME"
     replayed = any(op.launched_by == "graph" and not op.mapped for stage in diagnosis.stages for op in stage.ops)
     if not replayed or options.mapping is not None:
         return
@@ -391,7 +393,7 @@ def _graph_guidance(diagnosis: Diagnosis, recording: Recording, options: Options
     yield "  the graphs' capture: start the server with --enable-profile-cuda-graph and SGLANG_TORCH_PROFILER_DIR=DIR;"
     yield "  it writes DIR/capture_traces/bs_BATCH_rankN.json.gz"
     yield "and explain this recording with it, without another capture:"
-    yield f"  mla-diag explain {out / 'traces'} --server-info {out / 'server_info.json'} --mapping THAT_TRACE"
+    yield f"  mla-diag explain {traces} --server-info {server_info} --mapping THAT_TRACE"
 
 
 def _make(out: Path) -> None:

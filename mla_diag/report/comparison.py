@@ -9,6 +9,7 @@ from rich.text import Text
 
 from mla_diag.diagnose.compare import Change, Comparison, OpChange, Side, StageChange
 from mla_diag.diagnose.kernel_names import short_kernel_name
+from mla_diag.diagnose.words import count
 from mla_diag.report.units import milliseconds
 
 _ROW = "{:>9} {:>9} {:>10}  {:>17}  {:<7} "
@@ -35,7 +36,7 @@ def print_comparison(comparison: Comparison, console: Console, top: int) -> None
 def _header(stage: StageChange) -> Iterator[Text]:
     yield Text.assemble(
         (stage.stage.value.upper(), "bold cyan"),
-        (f"  {stage.before_steps} steps before, {stage.after_steps} after", "dim"),
+        (f"  {count(stage.before_steps, 'step')} before, {stage.after_steps} after", "dim"),
     )
     faster = stage.speedup >= 1
     ratio = stage.speedup if faster else 1 / stage.speedup if stage.speedup else 0.0

@@ -73,6 +73,7 @@ def test_bad_input_is_one_line_and_exit_3(tmp_path: Path, content: bytes | None)
         (["--stage", "prefill"], "no prefill steps"),
         (["-o", "/nonexistent/report.json"], "no directory /nonexistent"),
         (["-o", "/dev/full"], "No space left on device"),
+        (["-o", "/tmp"], "/tmp: is a directory; name a file in it"),
         (["-o", ""], "-o: nothing is given for it; is a shell variable not set?"),
         (["--server-info="], "--server-info: nothing is given for it"),
         ([""], "an argument: nothing is given for it"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -155,6 +156,18 @@ def test_graphs_come_with_how_to_see_into_them(run: Invoke, tmp_path: Path, trac
     assert "forward_decode" in explained.stdout
     assert "--enable-profile-cuda-graph" not in mapped.stdout
     assert "forward_decode" in mapped.stdout
+
+
+def test_commands_to_run_next_bear_a_blank_in_a_path(
+    run: Invoke, tmp_path: Path, traces: dict[str, Path], recordings: Path
+):
+    traces["TP-0-DECODE"] = recordings / "base-graph-decode.trace.json.gz"
+    with StandIn(info=dict(BY_STAGE), traces=traces) as server:
+        options = ("--stage", "decode", "--trace-root", tmp_path, "--out", tmp_path / "of today")
+        result = run("profile", "--url", server.url, *options)
+    command = next(line for line in result.stdout.splitlines() if "--mapping THAT_TRACE" in line)
+    mapping = recordings / "base-eager-decode-stack.trace.json.gz"
+    assert run(*shlex.split(command.replace("THAT_TRACE", str(mapping)))[1:]).returncode == 0
 
 
 def test_what_cuda_graphs_hide_is_said_before_it_is_recorded(run: Invoke, tmp_path: Path, traces: dict[str, Path]):
