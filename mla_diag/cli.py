@@ -13,7 +13,7 @@ import typer
 
 from mla_diag._version import __version__
 from mla_diag.commands.standard_streams import sturdy_streams
-from mla_diag.errors import MlaDiagError, UsageError
+from mla_diag.errors import MlaDiagError, UnreadableInputError, UsageError
 
 app = typer.Typer(
     name="mla-diag",
@@ -400,5 +400,11 @@ def main() -> None:
             for line in str(error).splitlines():
                 print(f"mla-diag: {line}", file=sys.stderr)
             sys.exit(error.exit_code)
+        except OSError as error:
+            # A file that no command foresaw: one that its user may not even ask for, say.
+            if error.filename is None:
+                raise
+            print(f"mla-diag: {error.filename}: {error.strerror}", file=sys.stderr)
+            sys.exit(UnreadableInputError.exit_code)
         except KeyboardInterrupt:
             sys.exit(130)

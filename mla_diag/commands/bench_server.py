@@ -170,7 +170,11 @@ def measure_served(command_line: str, options: Options, *, api_key: str | None =
     bench = ServerBench(command=str(command), url=command.url)
     installation = _to_fix(command, options, bench) if options.fix else None
     out = options.out or Path(f"mla-diag-bench-{time.strftime('%Y%m%d-%H%M%S')}")
-    if (out / "before").exists():
+    try:
+        taken = (out / "before").exists()
+    except OSError as error:
+        raise UsageError(f"{out}: cannot be used: {error.strerror}; give another --out") from error
+    if taken:
         raise UsageError(f"{out}: holds another benchmark; give another --out")
     with _ended_by_signals(), _reported(bench, options):
         before = _visit(command, options, bench, out / "before", api_key)

@@ -56,11 +56,15 @@ def check_output(output: Path | None) -> None:
     """
     if output is None:
         return
+    try:
+        there, is_directory = output.exists(), output.is_dir()
+    except OSError as error:
+        raise UsageError(f"{output}: cannot be written: {error.strerror}; write elsewhere") from error
     if not output.parent.is_dir():
         raise UsageError(f"{output}: there is no directory {output.parent}; make it, or write elsewhere")
-    if output.is_dir():
+    if is_directory:
         raise UsageError(f"{output}: is a directory; name a file in it")
-    if not os.access(output if output.exists() else output.parent, os.W_OK):
+    if not os.access(output if there else output.parent, os.W_OK):
         raise UsageError(f"{output}: may not be written; write elsewhere")
 
 

@@ -123,25 +123,29 @@ def find_traces(paths: Iterable[str | TraceFile]) -> list[TraceFile]:
     """The trace files that some files, directories, glob patterns and URLs of such stand for, each once, in order.
 
     Raises:
-        UnreadableInputError: A URL of a directory or pattern cannot be reached.
+        UnreadableInputError: A URL of a directory or pattern cannot be reached, or a local one may not be looked into.
         UsageError: A pattern or a directory holds none.
     """
     found: dict[TraceFile, None] = {}
     for given in paths:
         path = trace_file(given)
         inside: Sequence[TraceFile]
-        if isinstance(path, RemoteFile):
-            inside = traces_at(path.url, _is_trace)
-        elif path.is_dir():
-            inside = sorted(file for file in path.iterdir() if _is_trace(file.name))
-        elif not path.exists() and glob.has_magic(str(given)):
-            inside = sorted(map(Path, glob.glob(str(given), recursive=True)))  # noqa: PTH207 - any pattern, not of one root
-        else:
-            inside = [path]
+        try:
+            inside = traces_at(path.url, _is_trace) if isinstance(path, RemoteFile) else _local_traces(path)
+        except OSError as error:
+            raise UnreadableInputError(f"{path}: cannot be read: {error.strerror}; check the path") from error
         if not inside:
             raise UsageError(f"{path}: no trace (.json or .json.gz) there; name a trace or the directory it is in")
         found.update(dict.fromkeys(inside))
     return list(found)
+
+
+def _local_traces(path: Path) -> list[Path]:
+    if path.is_dir():
+        return sorted(file for file in path.iterdir() if _is_trace(file.name))
+    if not path.exists() and glob.has_magic(str(path)):
+        return sorted(map(Path, glob.glob(str(path), recursive=True)))  # noqa: PTH207 - any pattern, not of one root
+    return [path]
 
 
 def _is_trace(name: str) -> bool:
