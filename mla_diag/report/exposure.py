@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import textwrap
 from collections.abc import Iterator
 
@@ -11,6 +12,7 @@ from mla_diag.diagnose.gap import Floor, Gap
 from mla_diag.server.exposure import CopyCost, Exposure
 
 _WIDTH = 120
+_NARROWEST = 30
 _INDENT = 12
 
 
@@ -103,6 +105,9 @@ def gap_lines(gap: Gap) -> Iterator[str]:
 
 
 def _item(name: str, text: str) -> Iterator[str]:
-    lines = textwrap.wrap(text, _WIDTH - _INDENT - 2, break_on_hyphens=False, break_long_words=False)
+    # Where there is no terminal, as wide as the documentation.
+    width = min(shutil.get_terminal_size((_WIDTH, 0)).columns, _WIDTH)
+    room = max(width - _INDENT - 2, _NARROWEST)
+    lines = textwrap.wrap(text, room, break_on_hyphens=False, break_long_words=False)
     for number, line in enumerate(lines):
         yield f"  {name if not number else '':<{_INDENT}}{line}"
