@@ -79,7 +79,7 @@ def destination(output: Path | None) -> Iterator[Console]:
         yield Console(highlight=False)
         return
     try:
-        with output.open("w", encoding="utf-8") as file:
+        with output.open("w", encoding="utf-8", errors="backslashreplace") as file:
             yield Console(file=file, highlight=False)
     except OSError as error:
         raise UsageError(f"{output}: cannot be written: {error.strerror}") from error

@@ -409,7 +409,7 @@ def _make(out: Path) -> None:
 @contextmanager
 def _opened(path: Path) -> Iterator[TextIO]:
     try:
-        with path.open("w", encoding="utf-8") as file:
+        with path.open("w", encoding="utf-8", errors="backslashreplace") as file:
             yield file
     except OSError as error:
         raise UsageError(f"{path}: cannot be written: {error.strerror}; the traces are in {path.parent}") from error
