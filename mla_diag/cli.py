@@ -5,7 +5,6 @@ Those modules are imported when their command runs, because `--help` and shell c
 
 from __future__ import annotations
 
-import os
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -13,7 +12,8 @@ from typing import Annotated
 import typer
 
 from mla_diag._version import __version__
-from mla_diag.errors import MlaDiagError
+from mla_diag.commands.standard_streams import sturdy_streams
+from mla_diag.errors import MlaDiagError, UnreadableInputError, UsageError
 
 app = typer.Typer(
     name="mla-diag",
@@ -42,7 +42,7 @@ def _verify(ca_file: Path | None, insecure: bool) -> bool | Path:
 
 def _show_version(asked: bool) -> None:
     if asked:
-        typer.echo(f"mla-diag {__version__}")
+        print(f"mla-diag {__version__}")
         raise typer.Exit
 
 
@@ -377,17 +377,37 @@ def demo() -> None:
     command.run()
 
 
+def _refuse_empty(arguments: list[str]) -> None:
+    """An empty path is the working directory, and a shell variable that is not set is an empty argument.
+
+    Raises:
+        UsageError: One is empty.
+    """
+    for before, argument in zip(["", *arguments], arguments, strict=False):
+        option, equals, value = argument.partition("=")
+        if not argument or (option.startswith("--") and equals and not value):
+            name = option or (before if before.startswith("-") else "an argument")
+            raise UsageError(f"{name}: nothing is given for it; is a shell variable not set?")
+
+
 def main() -> None:
     """Run the command line; errors meant for its user become one line and an exit code."""
-    try:
-        app()
-    except MlaDiagError as error:
-        for line in str(error).splitlines():
-            print(f"mla-diag: {line}", file=sys.stderr)
-        sys.exit(error.exit_code)
-    except BrokenPipeError:
-        # The reader of our output has gone, as `| head` does: that is no error, but Python would print one on exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(0)
-    except KeyboardInterrupt:
-        sys.exit(130)
+    with sturdy_streams():
+        try:
+            _refuse_empty(sys.argv[1:])
+            try:
+                app()
+            finally:
+                sys.stdout.flush()
+        except MlaDiagError as error:
+            for line in str(error).splitlines():
+                print(f"mla-diag: {line}", file=sys.stderr)
+            sys.exit(error.exit_code)
+        except OSError as error:
+            # A file that no command foresaw: one that its user may not even ask for, say.
+            if error.filename is None:
+                raise
+            print(f"mla-diag: {error.filename}: {error.strerror}", file=sys.stderr)
+            sys.exit(UnreadableInputError.exit_code)
+        except KeyboardInterrupt:
+            sys.exit(130)

@@ -34,11 +34,19 @@ def read_record(path: Path) -> Record:
     """Read what `mla-diag bench kernel --json` wrote.
 
     Raises:
-        UnreadableInputError: the file cannot be read or is no such thing.
+        UnreadableInputError: the file cannot be read, is no such thing, or of another version.
     """
     try:
-        return msgspec.json.decode(path.read_bytes(), type=Record)
+        record = msgspec.json.decode(path.read_bytes(), type=Record)
     except OSError as error:
         raise UnreadableInputError(f"{path}: cannot be read: {error.strerror}; check --from") from error
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise UnreadableInputError(f"{path}: not what `mla-diag bench kernel --json` writes ({error})") from error
+    if record.schema_version != SCHEMA_VERSION:
+        raise UnreadableInputError(
+            f"{path}: a run of schema version {record.schema_version}, and this mla-diag reads {SCHEMA_VERSION}; "
+            "measure again"
+        )
+    if any(row.roofline_us <= 0 or (row.us is not None and row.us <= 0) for row in record.rows):
+        raise UnreadableInputError(f"{path}: not what `mla-diag bench kernel --json` writes (a time is not above 0)")
+    return record

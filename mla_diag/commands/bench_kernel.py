@@ -16,6 +16,8 @@ from mla_diag.report.json import render_json
 from mla_diag.report.kernel_plot import check_plotting, draw_svg
 from mla_diag.report.kernel_table import format_row, print_head
 
+_OTHER_PICTURES = {".png", ".pdf", ".jpg", ".jpeg"}
+
 
 def run(
     heads: Sequence[int],
@@ -44,6 +46,8 @@ def run(
     check_output(output)
     if plot is not None:
         check_output(plot)
+        if plot.suffix.lower() in _OTHER_PICTURES:
+            raise UsageError(f"--plot {plot}: the picture is SVG; name it {plot.stem}.svg")
         check_plotting()
     if recorded is None:
         record = _measure(heads, cases, output, milliseconds)

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from shlex import quote
 
 from rich.console import Console
 
@@ -164,7 +165,11 @@ def measure_served(command_line: str, options: Options, *, api_key: str | None =
     bench = ServerBench(command=str(command), url=command.url)
     installation = _to_fix(command, options, bench) if options.fix else None
     out = options.out or Path(f"mla-diag-bench-{time.strftime('%Y%m%d-%H%M%S')}")
-    if (out / "before").exists():
+    try:
+        taken = (out / "before").exists()
+    except OSError as error:
+        raise UsageError(f"{out}: cannot be used: {error.strerror}; give another --out") from error
+    if taken:
         raise UsageError(f"{out}: holds another benchmark; give another --out")
     with ended_by_signals(), _reported(bench, options):
         before = _visit(command, options, bench, out / "before", api_key)
@@ -208,8 +213,8 @@ def _to_fix(command: ServerCommand, options: Options, bench: ServerBench) -> Ins
     record = Journal(installation.root).record()
     if record is not None:
         raise UsageError(
-            f"{installation.root}: fixed already (strategy {record.strategy}), so there is no before to measure; "
-            f"`mla-diag fix --revert --sglang {installation.root}` first, or measure it as it is with --no-fix"
+            f"{installation.root}: fixed already (strategy {record.strategy}), so there is no before to measure: "
+            f"`mla-diag fix --revert --sglang {quote(str(installation.root))}` first, or measure it as it is, --no-fix"
         )
     check(options.strategy, outlooks(find_gpu(), installation.flashinfer))
     if patch.plan_patch(installation, options.strategy).changes:
@@ -330,7 +335,7 @@ def _settle(installation: Installation, options: Options, bench: ServerBench) ->
         bench.reverted = True
         bench.notes.append(f"{root}: reverted, byte for byte as it was")
     else:
-        bench.notes.append(f"{root}: stays fixed; `mla-diag fix --revert --sglang {root}` ends that")
+        bench.notes.append(f"{root}: stays fixed; `mla-diag fix --revert --sglang {quote(str(root))}` ends that")
 
 
 @contextmanager

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import os
 import re
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum
@@ -70,10 +70,20 @@ def check_output(output: Path | None) -> None:
     """Say that an output cannot be written before anything long is begun.
 
     Raises:
-        UsageError: Its directory does not exist.
+        UsageError: Its directory does not exist, it is one itself, or it may not be written.
     """
-    if output is not None and not output.parent.is_dir():
-        raise UsageError(f"{output}: there is no directory {output.parent}; make it, or write elsewhere with -o")
+    if output is None:
+        return
+    try:
+        there, is_directory = output.exists(), output.is_dir()
+    except OSError as error:
+        raise UsageError(f"{output}: cannot be written: {error.strerror}; write elsewhere") from error
+    if not output.parent.is_dir():
+        raise UsageError(f"{output}: there is no directory {output.parent}; make it, or write elsewhere")
+    if is_directory:
+        raise UsageError(f"{output}: is a directory; name a file in it")
+    if not os.access(output if there else output.parent, os.W_OK):
+        raise UsageError(f"{output}: may not be written; write elsewhere")
 
 
 @contextmanager
@@ -82,19 +92,15 @@ def destination(output: Path | None) -> Iterator[Console]:
 
     Raises:
         UsageError: It cannot be written.
-        BrokenPipeError: Whoever reads standard output has gone.
     """
+    if output is None:
+        yield Console(highlight=False)
+        return
     try:
-        if output is None:
-            yield Console(highlight=False)
-            sys.stdout.flush()
-            return
-        with output.open("w", encoding="utf-8") as file:
+        with output.open("w", encoding="utf-8", errors="backslashreplace") as file:
             yield Console(file=file, highlight=False)
-    except BrokenPipeError:
-        raise
     except OSError as error:
-        raise UsageError(f"{output or 'standard output'}: cannot be written: {error.strerror}") from error
+        raise UsageError(f"{output}: cannot be written: {error.strerror}") from error
 
 
 @contextmanager

@@ -59,17 +59,25 @@ def run(
 def _diagnosis(given: str | Path) -> Diagnosis:
     """A report that `explain --format json` wrote, or what it would say of traces."""
     path = trace_file(given)
-    if isinstance(path, Path) and path.is_file():
-        with path.open("rb") as file:
-            head = _REPORT.match(file.read(256))
-        if head is not None:
-            return _read_report(path, int(head[1]))
+    version = _version(path) if isinstance(path, Path) and path.is_file() else None
+    if isinstance(path, Path) and version is not None:
+        return _read_report(path, version)
     files = find_traces([path])
     with reading_progress(files) as progress:
         diagnosis = explain(files, progress=progress)
     if diagnosis.unreadable:
         raise UnreadableInputError("\n".join(diagnosis.unreadable))
     return diagnosis
+
+
+def _version(path: Path) -> int | None:
+    """The schema version of a report; None for another file, also for one that cannot be read: its reader says why."""
+    try:
+        with path.open("rb") as file:
+            head = _REPORT.match(file.read(256))
+    except OSError:
+        return None
+    return None if head is None else int(head[1])
 
 
 def _read_report(path: Path, version: int) -> Diagnosis:

@@ -70,7 +70,11 @@ def fail_on_findings(diagnosis: Diagnosis, failures: Sequence[FailOn]) -> None:
 
     Raises:
         FindingError: One is.
+        UnreadableInputError: It was told so, and there is no step that could have one.
     """
+    if failures and not diagnosis.stages:
+        paths = ", ".join(dict.fromkeys(trace.path for trace in diagnosis.traces))
+        raise UnreadableInputError(f"{paths}: no step could be measured, so --fail-on cannot be judged; see the notes")
     failed = [finding for finding in diagnosis.findings if any(failure.holds(finding) for failure in failures)]
     if failed:
         raise FindingError(

@@ -59,7 +59,9 @@ def run(
     """
     if apply + revert + verify > 1:
         raise UsageError("--apply, --revert and --verify: give one of them")
-    console = console or Console(highlight=False)
+    if console is None:
+        console = Console(highlight=False)
+        console.soft_wrap = not console.is_terminal  # what reads a pipe is another tool
     # What a program reads is the account alone; what is said to a person meanwhile goes nowhere.
     shown = console if output_format is Format.TERMINAL else Console(file=io.StringIO())
     installation = find_installation(sglang)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from shlex import quote
 from typing import NamedTuple, TextIO
 
 import msgspec
@@ -316,7 +317,7 @@ def _out_of_reach(directory: TraceDirectory, out: Path, url: str) -> str:
             f"{url}: no trace came to {without_password(directory.here)}; a server in a container has a disk of its own"
         )
     lines.append(
-        f"explain them there: mla-diag explain {directory.on_server} --server-info server_info.json, with "
+        f"explain them there: mla-diag explain {quote(directory.on_server)} --server-info server_info.json, with "
         f"{out / 'server_info.json'} copied there; or name a place that both see with --trace-root"
     )
     return "\n".join(lines)
@@ -356,7 +357,7 @@ def _make(out: Path) -> None:
 @contextmanager
 def _opened(path: Path) -> Iterator[TextIO]:
     try:
-        with path.open("w", encoding="utf-8") as file:
+        with path.open("w", encoding="utf-8", errors="backslashreplace") as file:
             yield file
     except OSError as error:
         raise UsageError(f"{path}: cannot be written: {error.strerror}; the traces are in {path.parent}") from error

@@ -48,18 +48,21 @@ def explain(
         server: What the server that was traced says of itself (see `mla_diag.diagnose.server_info`).
         mapping: A trace of the same server that has ops, to name those of graph replays (see
             `mla_diag.diagnose.mapping`).
-        ignore: Kinds of finding to leave out.
+        ignore: Kinds of finding to leave out, or one.
         progress: Told how far reading is.
 
     Raises:
         UnreadableInputError: Nothing could be explained. If only some paths could not, the diagnosis lists them.
-        UsageError: A path pattern matches nothing, `rank` is none, or the traces hold no such stage or rank.
+        UsageError: No path is given, a pattern matches nothing, an argument is none of its kind, or the traces hold no
+            such stage or rank.
     """
-    wanted = None if stage is None else Stage(stage)
+    wanted = None if stage is None else _stage(stage)
+    if warmup < 0:
+        raise UsageError(f"--warmup {warmup}: a number of steps is not below 0")
     of_rank = None if rank is None else parse_rank(str(rank))
     if rank is not None and of_rank is None:
         raise UsageError(f"--rank {rank}: no rank; write a number, or TP1-DP0, or DP1")
-    ignored = check_ignored(ignore, KINDS)
+    ignored = check_ignored([ignore] if isinstance(ignore, str) else ignore, KINDS)
     reference = None if mapping is None else read_reference(read_trace(trace_file(mapping)).by_rank()[0])
     known = Known(warmup, server, reference)
     traces: list[TraceReport] = []
@@ -86,9 +89,12 @@ def explain(
     if not traces:
         if unreadable:
             raise UnreadableInputError("\n".join(unreadable))
+        if rank is None:
+            raise UsageError("no trace is given; name traces or the directory they are in")
         raise UsageError(f"no trace of rank {rank} among those given; leave --rank out to see which there are")
     if wanted is not None and not stages:
-        raise UsageError(f"no {wanted.value} steps in these traces; leave --stage out to see which there are")
+        left = f" that --warmup {warmup} leaves" if warmup else ""
+        raise UsageError(f"no {wanted.value} steps in these traces{left}; leave --stage out to see which there are")
     findings += [finding for rule in CROSS_RULES.values() for finding in rule(stages, traces)]
     findings = [
         finding
@@ -98,6 +104,13 @@ def explain(
     ]
     findings.sort(key=lambda finding: -(finding.cost_ms_per_step or 0.0))
     return Diagnosis(traces=traces, stages=stages, findings=findings, unreadable=unreadable)
+
+
+def _stage(name: Stage | str) -> Stage:
+    try:
+        return Stage(name)
+    except ValueError:
+        raise UsageError(f"stage {name}: not one of {', '.join(stage.value for stage in Stage)}") from None
 
 
 def _is_of(trace: Trace, rank: int | Coordinates) -> bool:
@@ -110,25 +123,29 @@ def find_traces(paths: Iterable[str | TraceFile]) -> list[TraceFile]:
     """The trace files that some files, directories, glob patterns and URLs of such stand for, each once, in order.
 
     Raises:
-        UnreadableInputError: A URL of a directory or pattern cannot be reached.
+        UnreadableInputError: A URL of a directory or pattern cannot be reached, or a local one may not be looked into.
         UsageError: A pattern or a directory holds none.
     """
     found: dict[TraceFile, None] = {}
     for given in paths:
         path = trace_file(given)
         inside: Sequence[TraceFile]
-        if isinstance(path, RemoteFile):
-            inside = traces_at(path.url, _is_trace)
-        elif path.is_dir():
-            inside = sorted(file for file in path.iterdir() if _is_trace(file.name))
-        elif not path.exists() and glob.has_magic(str(given)):
-            inside = sorted(map(Path, glob.glob(str(given), recursive=True)))  # noqa: PTH207 - any pattern, not of one root
-        else:
-            inside = [path]
+        try:
+            inside = traces_at(path.url, _is_trace) if isinstance(path, RemoteFile) else _local_traces(path)
+        except OSError as error:
+            raise UnreadableInputError(f"{path}: cannot be read: {error.strerror}; check the path") from error
         if not inside:
             raise UsageError(f"{path}: no trace (.json or .json.gz) there; name a trace or the directory it is in")
         found.update(dict.fromkeys(inside))
     return list(found)
+
+
+def _local_traces(path: Path) -> list[Path]:
+    if path.is_dir():
+        return sorted(file for file in path.iterdir() if _is_trace(file.name))
+    if not path.exists() and glob.has_magic(str(path)):
+        return sorted(map(Path, glob.glob(str(path), recursive=True)))  # noqa: PTH207 - any pattern, not of one root
+    return [path]
 
 
 def _is_trace(name: str) -> bool:

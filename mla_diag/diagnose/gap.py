@@ -43,6 +43,8 @@ class Gap(msgspec.Struct, frozen=True):
         gap_ms: The step less the floor. Below 0 if the floor's inputs are not the step's.
         copy_ms: Of the step, the copy of the whole KV pool.
         trace: Index of the trace that was measured; None for a prediction.
+        copy_by_flags_ms: What that copy takes of an unfixed server with these flags, by arithmetic.
+            None where such a server copies nothing, or its cost is unknown.
     """
 
     step_ms: float
@@ -51,3 +53,4 @@ class Gap(msgspec.Struct, frozen=True):
     gap_ms: float
     copy_ms: float
     trace: int | None
+    copy_by_flags_ms: float | None = None

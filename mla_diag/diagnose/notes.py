@@ -9,7 +9,7 @@ import numpy as np
 from mla_diag.diagnose.gpu import gpu_of
 from mla_diag.diagnose.idle import records_stacks
 from mla_diag.diagnose.mapping import Mapping
-from mla_diag.diagnose.step_spans import StepSource
+from mla_diag.diagnose.step_spans import Stage, StepSource
 from mla_diag.diagnose.steps import Steps
 from mla_diag.diagnose.words import count
 from mla_diag.trace.columns import MISSING
@@ -72,6 +72,10 @@ def _steps(steps: Steps) -> Iterator[str]:
     elif incomplete := int((~steps.complete).sum()):
         verb = "is" if incomplete == 1 else "are"
         yield f"{count(incomplete, 'step')} {verb} incomplete in this trace and left out of every figure"
+    for stage in Stage:
+        whole = [number for number, other in enumerate(steps.spans.stages) if other is stage and steps.complete[number]]
+        if whole and not steps.counted[whole].any():
+            yield f"--warmup leaves no {stage.value} step: the trace has {len(whole)} of them, all left out"
 
 
 def _missing_detail(trace: Trace, links: Links, mapping: Mapping | None) -> Iterator[str]:

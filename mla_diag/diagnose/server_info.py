@@ -47,7 +47,7 @@ class ServerInfo:
         radix_cache: Whether prefixes are kept.
         disaggregation: `prefill` or `decode` for servers that do one of the two only, else `null`.
         longest_input: Tokens that a prompt can have.
-        chunked_prefill_size: Tokens that a forward pass prefills at most; -1 for any number.
+        chunked_prefill_size: Tokens that a forward pass prefills at most; None for any number.
         draft_tokens: Tokens that a decode step can yield at most: more than 1 with speculative decoding.
     """
 
@@ -102,7 +102,8 @@ def parse_server_info(answer: dict[str, Any]) -> ServerInfo:
 
     def first(name: str, kind: type[Any], *more: Any) -> Any:
         for value in (*more, state.get(name), answer.get(name)):
-            if isinstance(value, kind) and not (kind is int and isinstance(value, bool)):
+            # Every number here is a size or a count, and one that is not above 0 stands for none, as -1 does.
+            if isinstance(value, kind) and not (kind is int and (isinstance(value, bool) or value <= 0)):
                 return value
         return None
 

@@ -96,9 +96,12 @@ def find_installation(directory: Path | None = None) -> Installation:
             system; None for the SGLang of this Python, else of the active virtual environment.
 
     Raises:
-        UsageError: none is there, or several.
+        UsageError: none is there, or several, or it may not be looked for there.
     """
-    roots = list(_candidates(directory) if directory is not None else _active())
+    try:
+        roots = list(_candidates(directory) if directory is not None else _active())
+    except OSError as error:
+        raise UsageError(f"{error.filename}: cannot be looked into for an SGLang: {error.strerror}") from error
     where = f"{directory}" if directory is not None else "this Python and the active environment"
     if not roots:
         raise UsageError(

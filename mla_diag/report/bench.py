@@ -10,6 +10,7 @@ from rich.text import Text
 from mla_diag.bench.agreement import Agreement
 from mla_diag.bench.measure import Measured, Row, Spread
 from mla_diag.bench.server import Gain, ServerBench, ServerSide
+from mla_diag.diagnose.words import count
 from mla_diag.report.comparison import print_comparison
 from mla_diag.report.units import milliseconds
 
@@ -74,7 +75,8 @@ def _header(bench: ServerBench, side: ServerSide) -> Iterator[Text]:
     yield Text(", ".join(facts), "dim")
     if side.rows:
         first = side.rows[0]
-        yield Text(f"{first.new_tokens} new tokens a request; median of {first.repeats} waves (least to most)", "dim")
+        waves = count(first.repeats, "wave")
+        yield Text(f"{first.new_tokens} new tokens a request; median of {waves} (least to most)", "dim")
     if bench.fixed is not None:
         yield Text(f"after: strategy {bench.strategy} in {bench.fixed}", "dim")
 

@@ -9,6 +9,7 @@ from rich.text import Text
 
 from mla_diag.diagnose.compare import Change, Comparison, OpChange, Side, StageChange
 from mla_diag.diagnose.kernel_names import short_kernel_name
+from mla_diag.diagnose.words import count
 from mla_diag.report.units import milliseconds
 
 _ROW = "{:>9} {:>9} {:>10}  {:>17}  {:<7} "
@@ -36,10 +37,8 @@ def print_comparison(comparison: Comparison, console: Console, top: int) -> None
 def _header(stage: StageChange) -> Iterator[Text]:
     yield Text.assemble(
         (stage.stage.value.upper(), "bold cyan"),
-        (f"  {stage.before_steps} steps before, {stage.after_steps} after", "dim"),
+        (f"  {count(stage.before_steps, 'step')} before, {stage.after_steps} after", "dim"),
     )
-    faster = stage.speedup >= 1
-    ratio = stage.speedup if faster else 1 / stage.speedup if stage.speedup else 0.0
     sides = ((stage.before_busy_ms, stage.before_device_ms), (stage.after_busy_ms, stage.after_device_ms))
     # Kernels launched early (programmatic dependent launch) wait on the device: their own times count the wait.
     overlap = any(busy < (1 - _OVERLAP) * device for busy, device in sides)
@@ -48,7 +47,7 @@ def _header(stage: StageChange) -> Iterator[Text]:
         "a step: ",
         (f"{milliseconds(stage.before_device_ms)} to {milliseconds(stage.after_device_ms)} ms of device time", "bold"),
         ", ",
-        (f"{ratio:.3g} times as {'fast' if faster else 'slow'}", "bold green" if faster else "bold red"),
+        _ratio(stage.speedup),
         busy,
         f"; wall time {milliseconds(stage.before_wall_ms)} to {milliseconds(stage.after_wall_ms)} ms",
     )
@@ -56,6 +55,16 @@ def _header(stage: StageChange) -> Iterator[Text]:
         yield Text.assemble(("fixed: ", "green"), ", ".join(stage.fixed))
     if stage.new:
         yield Text.assemble(("found now: ", "yellow"), ", ".join(stage.new))
+
+
+def _ratio(speedup: float) -> tuple[str, str]:
+    """How many times as fast or slow, and the style of that; a speedup of 0 stands for a side without device time."""
+    if not speedup:
+        return "not to be compared", "bold yellow"
+    times = f"{max(speedup, 1 / speedup):.3g}"
+    if times == "1":
+        return "as fast", "bold"
+    return (f"{times} times as fast", "bold green") if speedup > 1 else (f"{times} times as slow", "bold red")
 
 
 def _ops(stage: StageChange, top: int, console: Console) -> Iterator[Text]:

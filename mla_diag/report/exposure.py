@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import textwrap
 from collections.abc import Iterator
 
@@ -12,6 +13,7 @@ from mla_diag.server.copy_cost import CopyCost
 from mla_diag.server.exposure import Exposure
 
 _WIDTH = 120
+_NARROWEST = 30
 _INDENT = 12
 
 
@@ -85,15 +87,28 @@ def gap_lines(gap: Gap) -> Iterator[str]:
     """A decode step beside its floor, and how much of it the copy is."""
     if not gap.measured:
         share = gap.copy_ms / gap.step_ms
-        yield from _item("gap", f"a decode step takes at least {gap.step_ms:.1f} ms, {share:.0%} of it the copy")
+        least = f"a decode step takes at least {gap.step_ms:.1f} ms, {share:.0%} of it the copy"
+        yield from _item("gap", f"unless this SGLang was fixed, {least}")
         return
     text = f"{gap.step_ms:.2f} ms of device time a decode step ({gap.wall_ms:.2f} ms of wall time)"
     if gap.gap_ms > 0:
-        text += f": {gap.gap_ms:.2f} ms above the floor, {gap.copy_ms:.2f} of them the copy of the pool"
+        copied = f"{gap.copy_ms:.2f} of them the copy" if gap.copy_ms else "none of them a copy"
+        text += f": {gap.gap_ms:.2f} ms above the floor, {copied} of the pool"
     yield from _item("measured", text)
+    if not gap.copy_ms and gap.copy_by_flags_ms is not None:
+        # A step shorter than the copy holds none, whatever the trace can tell of its kernels.
+        proven = gap.step_ms < gap.copy_by_flags_ms
+        yield from _item(
+            "",
+            f"a server with these flags copies its pool for {gap.copy_by_flags_ms:.1f} ms a step, and no copy was "
+            f"measured: this SGLang {'was fixed' if proven else 'was fixed, or the copy was not recognised'}",
+        )
 
 
 def _item(name: str, text: str) -> Iterator[str]:
-    lines = textwrap.wrap(text, _WIDTH - _INDENT - 2, break_on_hyphens=False, break_long_words=False)
+    # Where there is no terminal, as wide as the documentation.
+    width = min(shutil.get_terminal_size((_WIDTH, 0)).columns, _WIDTH)
+    room = max(width - _INDENT - 2, _NARROWEST)
+    lines = textwrap.wrap(text, room, break_on_hyphens=False, break_long_words=False)
     for number, line in enumerate(lines):
         yield f"  {name if not number else '':<{_INDENT}}{line}"

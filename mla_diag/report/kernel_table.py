@@ -28,4 +28,6 @@ def format_row(row: Row) -> Text:
     else:
         figures = (f"{row.us:,.1f}", f"{row.us / row.roofline_us:.2f} x", f"{row.error:.1e}")
     line = _ROW.format(shape.heads, shape.batch, shape.context, row.alternative, *figures)
-    return Text(line if row.us is not None else f"{line.rstrip()}  {row.reason}", "" if row.us is not None else "dim")
+    if row.us is not None:
+        return Text(line)
+    return Text(f"{line.rstrip()}  {' '.join(row.reason.split())}", "dim")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from shlex import quote
 
 from mla_diag.diagnose.diagnosis import Diagnosis
 from mla_diag.diagnose.step_spans import Stage
@@ -30,10 +31,11 @@ def graph_guidance(diagnosis: Diagnosis, url: str, out: Path, *, graphs: bool | 
         graphs: Whether its decode steps replay CUDA graphs; None if that is not known, or none was asked for.
         mapped: Whether another trace named what they replay.
     """
-    again = f"mla-diag profile --url {url} --stage decode"
+    again = f"mla-diag profile --url {quote(url)} --stage decode"
+    traces, server_info = quote(str(out / "traces")), quote(str(out / "server_info.json"))
     if graphs is False:
         yield "This server decodes without CUDA graphs: its trace names what they replay on the same server with them:"
-        yield f"  {again} --mapping {out / 'traces'}/NAME"
+        yield f"  {again} --mapping {traces}/NAME"
     replayed = any(op.launched_by == "graph" and not op.mapped for stage in diagnosis.stages for op in stage.ops)
     if not replayed or mapped:
         return
@@ -42,4 +44,4 @@ def graph_guidance(diagnosis: Diagnosis, url: str, out: Path, *, graphs: bool | 
     yield "  the graphs' capture: start the server with --enable-profile-cuda-graph and SGLANG_TORCH_PROFILER_DIR=DIR;"
     yield "  it writes DIR/capture_traces/bs_BATCH_rankN.json.gz"
     yield "and explain this recording with it, without another capture:"
-    yield f"  mla-diag explain {out / 'traces'} --server-info {out / 'server_info.json'} --mapping THAT_TRACE"
+    yield f"  mla-diag explain {traces} --server-info {server_info} --mapping THAT_TRACE"

@@ -229,7 +229,9 @@ def _predicted_gap(copy: CopyCost | None, floor: Floor | None) -> Gap | None:
     if copy is None or copy.ms_per_step is None or floor is None:
         return None
     cost = copy.ms_per_step
-    return Gap(floor.ms + cost, measured=False, wall_ms=None, gap_ms=cost, copy_ms=cost, trace=None)
+    return Gap(
+        floor.ms + cost, measured=False, wall_ms=None, gap_ms=cost, copy_ms=cost, trace=None, copy_by_flags_ms=cost
+    )
 
 
 def _remedies(exposed: bool | None, stages: list[StageExposure], server: ServerInfo) -> list[str]:

@@ -81,9 +81,9 @@ def plan_load(
             f"--batch {batch}: takes {needed:,} tokens of KV and this server's pool has {server.pool_tokens:,}; "
             "lower --batch or --input-len"
         )
-    chunk = server.chunked_prefill_size or 0
+    chunk = server.chunked_prefill_size
     fresh = batch * (input_len - cached)
-    return LoadPlan(batch, input_len, cached, wanted, -(-fresh // chunk) if chunk > 0 else 1)
+    return LoadPlan(batch, input_len, cached, wanted, 1 if chunk is None else -(-fresh // chunk))
 
 
 class Load:

@@ -37,9 +37,11 @@ def beside_floor(
     if measured is None:
         return diagnosis
     batch = next((sizes[0] for name in measured.step_names if (sizes := batch_sizes(name))), 1)
-    floor = expose(server, model, gpu=gpu, batch=batch, context=context).floor
+    exposure = expose(server, model, gpu=gpu, batch=batch, context=context)
+    floor = exposure.floor
     if floor is None:
         return diagnosis
+    decode = next(stage for stage in exposure.stages if stage.stage is Stage.DECODE)
     copied = sum(
         finding.cost_ms_per_step or 0.0
         for finding in diagnosis.findings
@@ -52,5 +54,6 @@ def beside_floor(
         gap_ms=measured.device_ms_per_step - floor.ms,
         copy_ms=copied,
         trace=measured.trace,
+        copy_by_flags_ms=exposure.copy.ms_per_step if decode.copies and exposure.copy is not None else None,
     )
     return msgspec.structs.replace(diagnosis, floor=floor, gap=gap)

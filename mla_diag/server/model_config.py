@@ -22,6 +22,10 @@ _METHOD_BYTES = {
     "nvfp4": 0.5 + 1 / 16,
     "mxfp4": 0.5 + 1 / 32,
 }
+# Where multimodal models keep their language model, as sglang/srt/utils/hf_transformers_utils.py looks for it.
+_OF_TEXT = ("text_config", "language_config", "thinker_config", "llm_config")
+# One of these says what the model is.
+_SAYS_WHAT: dict[str, type[Any]] = {"architectures": list, "model_type": str, "num_hidden_layers": int}
 
 
 @dataclass(frozen=True)
@@ -72,6 +76,8 @@ def read_model_config(path: Path, served_quantization: str | None = None) -> Mod
     """
     file = path / "config.json" if path.is_dir() else path
     config = _read_object(file)
+    if not _is_config(config):
+        raise UnreadableInputError(f"{file}: no model's config: it names no architecture; give the model's config.json")
     beside = file.with_name("hf_quant_config.json")
     if beside.is_file() and "quantization_config" not in config:
         quantization = _read_object(beside).get("quantization")
@@ -82,8 +88,8 @@ def read_model_config(path: Path, served_quantization: str | None = None) -> Mod
 
 def parse_model_config(config: dict[str, Any], served_quantization: str | None = None) -> ModelConfig:
     """What the members of a config.json say."""
-    text = config.get("text_config")
-    model = {**config, **text} if isinstance(text, dict) else config
+    text: dict[str, Any] = next((config[name] for name in _OF_TEXT if isinstance(config.get(name), dict)), {})
+    model = {**config, **text}
     sizes = {name: value for name, value in model.items() if type(value) is int}
     quantization = config.get("quantization_config") or model.get("quantization_config") or {}
     method = _method(quantization) or served_quantization
@@ -115,6 +121,11 @@ def _read_object(file: Path) -> dict[str, Any]:
     if not isinstance(config, dict):
         raise UnreadableInputError(f"{file}: no model's config, which is an object; give the model's config.json")
     return config
+
+
+def _is_config(config: dict[str, Any]) -> bool:
+    """Whether it says what the model is; any other JSON would pass for a model without MLA, which copies nothing."""
+    return any(isinstance(config.get(name), kind) for name, kind in _SAYS_WHAT.items())
 
 
 def _attention_layers(model: dict[str, Any]) -> int | None:

@@ -31,15 +31,20 @@ _HOPPER = re.compile(r"\bH(?:20|100|200|800)\b")
 _BLACKWELL = re.compile(r"\bG?B[123]00\b")
 
 
-def release(version: str) -> tuple[int, ...]:
-    """A release as numbers that sort: 0.4.6.post5 after 0.4.6; release candidates count as the release."""
-    found = re.match(r"v?(\d+)\.(\d+)(?:\.(\d+))?(?:\.post(\d+))?", version)
-    return tuple(int(part or 0) for part in found.groups()) if found else (0,)
+def release(version: str | None) -> tuple[int, ...] | None:
+    """A release as numbers that sort: 0.4.6.post5 after 0.4.6; release candidates count as the release.
+
+    None where it is not known: a checkout without tags calls itself 0.0.0.dev0.
+    """
+    found = re.match(r"v?(\d+)\.(\d+)(?:\.(\d+))?(?:\.post(\d+))?", version or "")
+    numbers = tuple(int(part or 0) for part in found.groups()) if found else ()
+    return numbers if any(numbers) else None
 
 
-def is_older(version: str | None, than: str) -> bool:
+def is_older(version: str | None, than: str | None) -> bool:
     """Whether a release came before another; an unknown one is taken for a new one."""
-    return version is not None and release(version) < release(than)
+    first, second = release(version), release(than)
+    return first is not None and (second is None or first < second)
 
 
 def default_backend(card: str | None) -> str | None:

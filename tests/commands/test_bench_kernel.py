@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import sys
 from pathlib import Path
 from xml.etree import ElementTree
 
+import msgspec
 import pytest
 
 from mla_diag.bench.kernel_record import Record, read_record
@@ -48,6 +50,8 @@ def test_a_row_that_was_measured():
 def test_a_row_that_could_not_be():
     row = Row(Shape(16, 1, 2048), "native fp8", None, None, 0.3, "ImportError: No module named 'flashinfer'")
     assert format_row(row).plain.endswith("native fp8              -  ImportError: No module named 'flashinfer'")
+    row = dataclasses.replace(row, reason="RuntimeError: CUDA error\nCompile with TORCH_USE_CUDA_DSA\n")
+    assert format_row(row).plain.endswith("-  RuntimeError: CUDA error Compile with TORCH_USE_CUDA_DSA")
 
 
 @pytest.fixture
@@ -130,6 +134,9 @@ def test_a_picture_takes_matplotlib_and_says_so_before_anything_is_measured(
     [
         (["--from", "missing.json"], 3, "missing.json: cannot be read: No such file or directory; check --from"),
         (["--from", "other.json"], 3, "other.json: not what `mla-diag bench kernel --json` writes"),
+        (["--from", "newer.json"], 3, "newer.json: a run of schema version 9, and this mla-diag reads 1"),
+        (["--from", "zero.json"], 3, "`mla-diag bench kernel --json` writes (a time is not above 0)"),
+        (["--from", "kernel.json", "--plot", "a.png"], 2, "--plot a.png: the picture is SVG"),
         (["--from", "kernel.json", "--heads", "32"], 2, "kernel.json: nothing of these heads and shapes was recorded"),
         (["--from", "kernel.json", "--json", "again.json"], 2, "--from shows an earlier run"),
         (["--from", "kernel.json", "--plot", "missing/a.svg"], 2, "there is no directory missing"),
@@ -140,6 +147,10 @@ def test_what_is_wrong_is_one_line(
 ):
     monkeypatch.chdir(recorded.parent)
     Path("other.json").write_text('{"rows": []}')
+    record = read_record(recorded)
+    Path("newer.json").write_text(render_json(msgspec.structs.replace(record, schema_version=9)))
+    rows = [dataclasses.replace(row, roofline_us=0.0) for row in record.rows]
+    Path("zero.json").write_text(render_json(msgspec.structs.replace(record, rows=rows)))
     result = run("bench", "kernel", *options)
     (line,) = result.stderr.splitlines()
     assert result.returncode == code

@@ -216,6 +216,7 @@ def test_the_key_of_the_command_is_used_and_shown_nowhere(run: Invoke, tmp_path:
         (["--url", "x", "--shape", "1k"], 2, "--shape 1k: not BATCHxCONTEXT"),
         (["--url", "x", "--strategy", "best"], 2, "--strategy best"),
         (["--url", "x", "--json", "/nonexistent/x"], 2, "there is no directory"),
+        (["--url", "x", "--json", "/tmp"], 2, "/tmp: is a directory; name a file in it"),
         (["--serve", "no-such-program"], 2, "no-such-program: no such program"),
         (["--serve", "env --port 0"], 2, "--port 0: not a port"),
         (["--serve", f"{sys.executable} -c 1 --port 5", "--sglang", "/nonexistent"], 2, "no such directory"),
@@ -294,7 +295,7 @@ def test_nohup_keeps_it_running_until_sigterm(tmp_path: Path, root: Path, port: 
 
 def test_results_that_cannot_be_written_are_shown(run: Invoke, tmp_path: Path):
     with StandIn() as server:
-        result = run("bench", "server", "--url", server.url, *QUICK, "--json", tmp_path)
+        result = run("bench", "server", "--url", server.url, *QUICK, "--json", "/dev/full")
     assert result.returncode == 2
-    assert result.stderr.splitlines()[-1] == f"mla-diag: {tmp_path}: cannot be written: Is a directory"
+    assert result.stderr.splitlines()[-1] == "mla-diag: /dev/full: cannot be written: No space left on device"
     assert "tpot ms" in result.stdout

@@ -20,6 +20,25 @@ def test_terminal(run: Invoke, recordings: Path):
     assert "19.5 to 37.6  grew    BatchMLAPageAttentionHopperKernel" in result.stdout
 
 
+def test_a_step_that_did_not_change_is_as_fast(run: Invoke, recordings: Path):
+    result = run("compare", recordings / BASE, recordings / BASE, "--fail-on-slower", "0%")
+    assert result.returncode == 0
+    assert "72.44 to 72.44 ms of device time, as fast; wall time" in result.stdout
+
+
+@pytest.mark.parametrize("side", ["before", "after"])
+def test_a_step_without_device_time_has_no_ratio(run: Invoke, recordings: Path, tmp_path: Path, side: str):
+    report = tmp_path / "report.json"
+    run("explain", recordings / BASE, "--format", "json", "-o", report)
+    fields = json.loads(report.read_text())
+    fields["stages"][0] |= {"device_ms_per_step": 0.0, "ops": []}
+    report.write_text(json.dumps(fields))
+    sides = [report, recordings / BASE]
+    result = run("compare", *(sides if side == "before" else sides[::-1]))
+    assert (result.returncode, result.stderr) == (0, "")
+    assert "ms of device time, not to be compared; wall time" in result.stdout
+
+
 def test_reports_stand_for_their_traces(run: Invoke, recordings: Path, tmp_path: Path):
     report = tmp_path / "before.json"
     run("explain", recordings / BASE, "--format", "json", "-o", report)

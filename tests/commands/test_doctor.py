@@ -117,6 +117,16 @@ def test_what_is_wrong_is_one_line(run: Invoke, options: list[str], code: int, w
     assert words in line
 
 
+@pytest.mark.parametrize(("columns", "widest"), [("80", 80), ("200", 120)])
+def test_lines_fit_a_narrow_terminal(
+    run: Invoke, recordings: Path, glm78: Path, monkeypatch: pytest.MonkeyPatch, columns: str, widest: int
+):
+    monkeypatch.setenv("COLUMNS", columns)
+    result = run("doctor", "--server-info", recordings / "base.server_info.json", "--model-config", glm78)
+    lines = [line for line in result.stdout.splitlines() if " " in line.strip()]  # a path is not broken
+    assert widest - 10 < max(map(len, lines)) <= widest
+
+
 def test_the_stand_in_answers_as_the_recorded_server_does(recordings: Path):
     """So that what these tests show holds for the real one."""
     recorded = json.loads((recordings / "base.server_info.json").read_text())

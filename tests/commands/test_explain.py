@@ -70,6 +70,11 @@ def test_bad_input_is_one_line_and_exit_3(run: Invoke, tmp_path: Path, content: 
         (["--stage", "prefill"], "no prefill steps"),
         (["-o", "/nonexistent/report.json"], "no directory /nonexistent"),
         (["-o", "/dev/full"], "No space left on device"),
+        (["-o", "/tmp"], "/tmp: is a directory; name a file in it"),
+        (["-o", ""], "-o: nothing is given for it; is a shell variable not set?"),
+        (["--server-info="], "--server-info: nothing is given for it"),
+        ([""], "an argument: nothing is given for it"),
+        (["--stage", "decode", "--warmup", "9"], "no decode steps in these traces that --warmup 9 leaves"),
     ],
 )
 def test_wrong_options_are_one_line_and_exit_2(run: Invoke, recordings: Path, options: list[str], words: str):
@@ -79,6 +84,20 @@ def test_wrong_options_are_one_line_and_exit_2(run: Invoke, recordings: Path, op
     assert "Traceback" not in result.stderr
 
 
+def test_a_guard_does_not_pass_where_no_step_was_measured(run: Invoke, recordings: Path, tmp_path: Path):
+    """A trace that was cut off before its device events, say: none of its findings is no all-clear."""
+    whole = recordings / "base-graph-decode.trace.json.gz"
+    cut = tmp_path / "cut.trace.json.gz"
+    cut.write_bytes(whole.read_bytes()[:2_000])
+    for given in ([cut], [whole, "--warmup", "5"]):
+        assert run("explain", *given).returncode == 0
+        result = run("explain", *given, "--fail-on", "whole-pool-copy")
+        assert result.returncode == 3
+        assert result.stderr == (
+            f"mla-diag: {given[0]}: no step could be measured, so --fail-on cannot be judged; see the notes\n"
+        )
+
+
 def test_a_file_that_cannot_be_explained_fails_after_the_others_were(run: Invoke, recordings: Path, tmp_path: Path):
     bad = tmp_path / "bad.json"
     bad.write_bytes(b"hello")
@@ -86,13 +105,6 @@ def test_a_file_that_cannot_be_explained_fails_after_the_others_were(run: Invoke
     assert result.returncode == 3
     assert "DECODE" in result.stdout
     assert result.stderr.startswith(f"mla-diag: {bad}: not JSON")
-
-
-def test_a_reader_that_goes_away_is_no_error(recordings: Path):
-    command = f"{sys.executable} -m mla_diag explain {recordings}/*.gz | head -1"
-    result = subprocess.run(["bash", "-c", f"set -o pipefail; {command}"], capture_output=True, text=True, check=False)
-    assert result.stderr == ""
-    assert len(result.stdout.splitlines()) == 1
 
 
 def test_demo_tells_the_story(run: Invoke):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -62,6 +63,7 @@ def test_the_whole_story_in_one_command(run: Invoke, tmp_path: Path, traces: dic
         "wall_ms": decode["wall_ms_per_step"],
         "gap_ms": decode["device_ms_per_step"] - report["floor"]["ms"],
         "copy_ms": copies["decode"]["cost_ms_per_step"],
+        "copy_by_flags_ms": pytest.approx(copies["decode"]["cost_ms_per_step"], rel=0.15),
         "trace": decode["trace"],
     }
     text = (out / "report.txt").read_text()
@@ -78,6 +80,27 @@ def test_the_whole_story_in_one_command(run: Invoke, tmp_path: Path, traces: dic
     assert "sk-of-the-server" not in everything
     # The server's own copies are gone.
     assert files(tmp_path) == ["config.json", "out"]
+
+
+@pytest.mark.parametrize("dtype", ["fp8_e4m3", "bf16"])
+def test_a_measured_step_without_the_copy_says_that_the_server_is_fixed(
+    run: Invoke, tmp_path: Path, recordings: Path, dtype: str
+):
+    """By its flags it copies, and doctor can say no more; the step that was measured disproves that."""
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(GLM78))
+    traces = {"TP-0-DECODE": recordings / "native-graph-decode.trace.json.gz"}
+    with StandIn(info=BY_STAGE | {"kv_cache_dtype": dtype}, traces=traces) as server:
+        options = ("--trace-root", tmp_path, "--out", tmp_path / "out", "--model-config", config)
+        result = run("profile", "--url", server.url, "--stage", "decode", *options)
+    gap = json.loads((tmp_path / "out/report.json").read_text())["gap"]
+    shown = " ".join(result.stdout.split())
+    assert gap["copy_ms"] == 0
+    assert "ms above the floor, none of them a copy of the pool" in shown
+    assert "takes at least" not in shown
+    flags = "a server with these flags copies its pool for 66.8 ms a step, and no copy was measured"
+    assert (f"{flags}: this SGLang was fixed" in shown) == (dtype == "fp8_e4m3")
+    assert gap["copy_by_flags_ms"] == (pytest.approx(66.8, abs=0.1) if dtype == "fp8_e4m3" else None)
 
 
 def test_releases_that_name_their_steps_are_recorded_into_one_file(
@@ -123,6 +146,18 @@ def test_graphs_come_with_how_to_see_into_them(run: Invoke, tmp_path: Path, trac
     assert "forward_decode" in explained.stdout
     assert "--enable-profile-cuda-graph" not in mapped.stdout
     assert "forward_decode" in mapped.stdout
+
+
+def test_commands_to_run_next_bear_a_blank_in_a_path(
+    run: Invoke, tmp_path: Path, traces: dict[str, Path], recordings: Path
+):
+    traces["TP-0-DECODE"] = recordings / "base-graph-decode.trace.json.gz"
+    with StandIn(info=dict(BY_STAGE), traces=traces) as server:
+        options = ("--stage", "decode", "--trace-root", tmp_path, "--out", tmp_path / "of today")
+        result = run("profile", "--url", server.url, *options)
+    command = next(line for line in result.stdout.splitlines() if "--mapping THAT_TRACE" in line)
+    mapping = recordings / "base-eager-decode-stack.trace.json.gz"
+    assert run(*shlex.split(command.replace("THAT_TRACE", str(mapping)))[1:]).returncode == 0
 
 
 def test_what_cuda_graphs_hide_is_said_before_it_is_recorded(run: Invoke, tmp_path: Path, traces: dict[str, Path]):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -127,6 +128,21 @@ def test_the_library_gives_data_frames(recordings: Path):
     assert ops.loc[0, ["stage", "op", "function"]].tolist() == ["decode", "aten::copy_", "forward_decode"]
     assert ops["ms_per_step"].sum() == pytest.approx(steps.loc[0, "device_ms_per_step"])
     assert steps.loc[0, "step_source"] == "step-span"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"stage": "bogus"}, "stage bogus: not one of decode, prefill, mixed, other"),
+        ({"rank": "TP"}, "--rank TP: no rank"),
+        ({"warmup": -1}, "not below 0"),
+        ({"ignore": "bogus"}, "--ignore bogus: no such kind"),
+        ({"paths": []}, "no trace is given"),
+    ],
+)
+def test_arguments_that_make_no_sense_are_said(recordings: Path, arguments: dict[str, Any], words: str):
+    with pytest.raises(UsageError, match=words):
+        mla_diag.explain(**{"paths": recordings / "base-graph-decode.trace.json.gz"} | arguments)
 
 
 def test_without_sources_no_frame_is_read(recordings: Path):

@@ -49,7 +49,15 @@ def test_the_pool_in_each_spelling(answer: dict[str, Any]):
     assert (info.pool_tokens, info.pool_rows) == (1000, 1064)
 
 
-@pytest.mark.parametrize("answer", [{}, {"internal_states": []}, {"internal_states": [None], "page_size": True}])
+@pytest.mark.parametrize(
+    "answer",
+    [
+        {},
+        {"internal_states": []},
+        {"internal_states": [None], "page_size": True},
+        {"max_total_num_tokens": -1, "page_size": 0, "tp_size": -1, "pp_size": 0, "max_req_input_len": -5},
+    ],
+)
 def test_what_a_server_does_not_say_is_unknown(answer: dict[str, Any]):
     assert parse_server_info(answer) == ServerInfo(None, None, None, None, None, None, None, None)
 

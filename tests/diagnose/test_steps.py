@@ -191,6 +191,13 @@ def test_warmup_steps_are_left_out_at_the_head_of_each_stage(tmp_path: Path):
     assert stages[Stage.PREFILL].device_ms_per_step == pytest.approx(0.4)
     assert stages[Stage.DECODE].steps_left_out == 1
     assert explain(path, warmup=1).traces[0].left_out_ms == pytest.approx(0.1 + 0.2)
+    assert not any("--warmup" in note for note in explain(path, warmup=1).traces[0].notes)
+
+
+def test_a_stage_that_the_warmup_leaves_nothing_of_is_said(recordings: Path):
+    diagnosis = explain(recordings / "base-graph-decode.trace.json.gz", warmup=5)
+    assert diagnosis.stages == []
+    assert "--warmup leaves no decode step: the trace has 5 of them, all left out" in diagnosis.traces[0].notes
 
 
 def test_a_step_whose_kernels_the_profiler_dropped_does_not_count(tmp_path: Path):

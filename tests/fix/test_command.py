@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import shutil
@@ -192,6 +193,17 @@ def test_json_of_a_file_that_is_left_alone_says_why(installation: Installation) 
     sites = [site for site in account(installation)["sites"] if "musa" in site["file"]]
     assert sites
     assert all(not site["fixable"] and "other hardware (musa)" in site["problem"] for site in sites)
+
+
+def test_lines_of_a_pipe_are_not_broken(installation: Installation, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another tool reads them, and a pipe has no width."""
+    monkeypatch.setenv("COLUMNS", "40")
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said):
+        fix.run(sglang=installation.root, apply=True)
+        fix.run(sglang=installation.root, apply=True)
+    lines = said.getvalue().splitlines()
+    assert "fixed already, strategy auto: nothing has been changed; --revert first to measure anew" in lines
 
 
 def test_json_on_the_command_line(

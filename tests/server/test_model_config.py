@@ -25,9 +25,10 @@ def test_a_model_that_is_not_mla():
     assert parse_model_config(GLM78 | {"use_mla": False}).mla is False
 
 
-def test_a_model_within_a_multimodal_one():
+@pytest.mark.parametrize("name", ["text_config", "language_config", "llm_config"])
+def test_a_model_within_a_multimodal_one(name: str):
     inner = {name: value for name, value in GLM78.items() if name != "architectures"}
-    outer = {"architectures": ["KimiK25ForConditionalGeneration"], "text_config": inner}
+    outer = {"architectures": ["KimiK25ForConditionalGeneration"], name: inner}
     model = parse_model_config(outer)
     assert (model.architecture, model.layers, model.width) == ("KimiK25ForConditionalGeneration", 78, 576)
 
@@ -72,7 +73,14 @@ def test_the_quantisation_beside_a_config_counts(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    ("content", "words"), [(b"", "not JSON"), (b"[1]", "no model's config"), (b"\xff", "not JSON")]
+    ("content", "words"),
+    [
+        (b"", "not JSON"),
+        (b"[1]", "no model's config"),
+        (b"{}", "names no architecture"),
+        (b'{"kv_cache_dtype": "fp8_e4m3", "attention_backend": "flashinfer"}', "names no architecture"),
+        (b"\xff", "not JSON"),
+    ],
 )
 def test_a_file_that_is_no_config_is_one_line(tmp_path: Path, content: bytes, words: str):
     file = tmp_path / "config.json"

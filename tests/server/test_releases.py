@@ -34,8 +34,10 @@ def test_candidates_and_builds_count_as_their_release():
     assert not is_older("v0.5.2.dev123+gabc", "0.5.2")
 
 
-def test_an_unknown_release_is_taken_for_a_new_one():
-    assert not is_older(None, "0.4.6")
+@pytest.mark.parametrize("version", [None, "", "0.0.0.dev0", "0.0.0.dev1+g2f1a9c3", "main", "unknown"])
+def test_an_unknown_release_is_taken_for_a_new_one(version: str | None):
+    assert not is_older(version, "0.4.6")
+    assert is_older("0.5.23", version)
 
 
 @pytest.mark.parametrize(
