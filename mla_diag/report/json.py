@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -22,4 +22,17 @@ def render_json(report: Diagnosis | Comparison | Exposure | FixAccount | Record 
     """
     fields = msgspec.to_builtins(report)
     first = {name: fields.pop(name) for name in ("schema_version", "tool")}
-    return msgspec.json.format(msgspec.json.encode(first | fields), indent=2).decode() + "\n"
+    try:
+        text = msgspec.json.encode(first | fields)
+    except UnicodeEncodeError:
+        text = msgspec.json.encode(_printable(first | fields))
+    return msgspec.json.format(text, indent=2).decode() + "\n"
+
+
+def _printable(value: Any) -> Any:
+    r"""The same with `\udcff` for a byte of a file's name that is no UTF-8, and that JSON cannot say."""
+    if isinstance(value, str):
+        return value.encode(errors="backslashreplace").decode()
+    if isinstance(value, dict):
+        return {_printable(name): _printable(member) for name, member in value.items()}
+    return [_printable(member) for member in value] if isinstance(value, list) else value

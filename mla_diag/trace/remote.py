@@ -105,7 +105,10 @@ def file_system(url: str) -> tuple[Any, str]:
 
     # What goes wrong is said in one line; paramiko logs a traceback as well, to standard error unless it has a handler.
     logging.getLogger("paramiko").addHandler(logging.NullHandler())
-    scheme = url.partition("://")[0].lower()
+    scheme, _, rest = url.partition("://")
+    scheme = scheme.lower()
+    if scheme in _OPTIONS and rest.partition("/")[0].rpartition("@")[2] in ("", ":"):
+        raise RemoteError(f"{without_password(url)}: names no host; write {scheme}://HOST/PATH")
     try:
         system, path = url_to_fs(url, **_OPTIONS.get(scheme, {}))
     except ImportError as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -51,6 +52,18 @@ def folder(recordings: Path, tmp_path: Path) -> Path:
     for name in (RECORDING, ANSWER):
         shutil.copy(recordings / name, tmp_path)
     return tmp_path
+
+
+@pytest.mark.parametrize("options", ["", " --format json", " -o report.txt", " --format json -o report.txt"])
+def test_a_name_that_is_no_text(folder: Path, options: str):
+    """Linux has names of any bytes; Python holds those that are no UTF-8 as surrogates, which no encoding takes."""
+    name = os.fsdecode(b"of\xfftoday.json.gz")
+    (folder / RECORDING).rename(folder / name)
+    result = run(f"explain PATH{options}", name, folder)
+    assert (result.returncode, result.stderr) == (0, "")
+    said = (folder / "report.txt").read_text() if "-o" in options else result.stdout
+    path = json.loads(said)["traces"][0]["path"] if "json" in options else said.splitlines()[0]
+    assert path.startswith(r"of\udcfftoday.json.gz")
 
 
 @pytest.mark.parametrize(("command", "status"), OPTIONS)

@@ -149,6 +149,12 @@ def test_a_driver_that_is_not_installed_comes_with_what_to_install():
     )
 
 
+@pytest.mark.parametrize("url", ["sftp://", "sftp:///var/traces", "ssh://me@/var/traces"])
+def test_a_url_without_a_host_says_so(url: str):
+    with pytest.raises(UnreadableInputError, match=r"names no host; write s\w+://HOST/PATH$"):
+        mla_diag.explain(url)
+
+
 def test_a_scheme_that_is_none_is_one_line():
     with pytest.raises(UnreadableInputError, match=r"^nosuch://x/y: cannot be reached \(Protocol not known: nosuch"):
         mla_diag.explain("nosuch://x/y")
