@@ -15,7 +15,7 @@ from mla_diag.report.comparison import print_comparison
 from mla_diag.report.units import milliseconds
 
 _AGREEMENT = "{:<26}{:>7}{:>10}{:>10}{:>10}{:>10}{:>8}"
-_ROW = "{:>5} {:>8}  {:<8}{:>30}{:>30}{:>9}"
+_ROW = "{:>5} {:>8}  {:<8} {:>32} {:>32} {:>8}"
 # Each figure's name in the table, its field in a row and in a gain, and how it is shown.
 _FIGURES: tuple[tuple[str, str, str, Callable[[float], str]], ...] = (
     ("ttft ms", "ttft_ms", "ttft", milliseconds),

@@ -10,14 +10,16 @@ from mla_diag.diagnose.explain import explain
 from tests.trace_builder import TraceBuilder
 
 RECORDINGS = {
-    "base-eager-decode": {"whole-pool-copy", "host-bound"},
-    "base-eager-decode-stack": {"whole-pool-copy", "host-bound"},
-    "base-eager-extend-stack": {"host-bound"},
-    "base-prefix-extend-stack": {"whole-pool-copy", "host-bound"},
-    "base-graph-decode": {"whole-pool-copy"},
-    "fa3-graph-decode": {"whole-pool-copy"},
-    "native-graph-decode": {"underfilled-kernel", "small-op-storm"},
-    "bf16kv-graph-decode": {"underfilled-kernel"},
+    "base-eager-decode": ["whole-pool-copy", "host-bound"],
+    "base-eager-decode-stack": ["whole-pool-copy", "host-bound"],
+    "base-eager-extend-stack": ["host-bound"],
+    "base-prefix-extend-stack": ["whole-pool-copy", "host-bound"],
+    "base-graph-decode": ["whole-pool-copy"],
+    "fa3-graph-decode": ["whole-pool-copy"],
+    "native-graph-decode": ["underfilled-kernel", "small-op-storm"],
+    "bf16kv-graph-decode": ["underfilled-kernel"],
+    "shipped-both-stages": ["whole-pool-copy", "whole-pool-copy"],  # of decode and of prefill
+    "kernel-both-stages": ["underfilled-kernel", "small-op-storm", "host-bound"],
 }
 PUBLIC: dict[str, set[str]] = {
     "hta-alexnet": set(),
