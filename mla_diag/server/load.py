@@ -7,6 +7,7 @@ overlap scheduler runs a decode step for a request before it knows that the requ
 
 from __future__ import annotations
 
+import itertools
 import random
 import threading
 import uuid
@@ -86,6 +87,9 @@ def plan_load(
     return LoadPlan(batch, input_len, cached, wanted, 1 if chunk is None else -(-fresh // chunk))
 
 
+_first_tokens = itertools.cycle(random.sample(TOKENS, len(TOKENS)))
+
+
 class Load:
     """One wave of requests to a server, run in a thread of its own.
 
@@ -162,5 +166,9 @@ def generate_request(prompts: list[list[int]], new_tokens: int) -> dict[str, Any
 
 
 def random_tokens(count: int) -> list[int]:
-    """Tokens that no cached prompt begins with."""
-    return random.choices(TOKENS, k=count)
+    """Tokens of which the first begins no other prompt of this process, as long as there are such.
+
+    One cached token of one prompt is enough for SGLang to prefill a whole batch by the paged kernel in place of the
+    ragged one (sglang/srt/layers/attention/flashinfer_mla_backend.py, init_forward_metadata).
+    """
+    return [next(_first_tokens), *random.choices(TOKENS, k=count - 1)] if count else []

@@ -12,7 +12,7 @@ from mla_diag.diagnose.server_info import parse_server_info
 from mla_diag.errors import ServerError, UsageError
 from mla_diag.server.client import Client
 from mla_diag.server.connection import Timeouts
-from mla_diag.server.load import Load, LoadPlan, plan_load
+from mla_diag.server.load import TOKENS, Load, LoadPlan, plan_load, random_tokens
 from tests.server.stand_in import INFO, StandIn
 
 SERVER = parse_server_info(INFO)
@@ -82,3 +82,10 @@ def test_requests_that_fail_are_the_error():
         time.sleep(0.1)
         with pytest.raises(ServerError, match="CUDA out of memory"):
             load.wait(10)
+
+
+def test_no_two_prompts_begin_alike():
+    """One cached token of one prompt has SGLang prefill the whole batch by another kernel."""
+    firsts = [random_tokens(3)[0] for _ in range(len(TOKENS))]
+    assert sorted(firsts) == list(TOKENS)
+    assert random_tokens(0) == []
