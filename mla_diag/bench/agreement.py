@@ -47,10 +47,17 @@ class StageLogits:
 
 @dataclass(frozen=True)
 class Logits:
-    """What one server says at each position, by stage."""
+    """What one server says at each position, by stage.
+
+    Attributes:
+        decode: Of the forced tokens.
+        prefill: Of the prompts' second part.
+        context: Tokens of each prompt before those; other contexts are other tokens.
+    """
 
     decode: StageLogits
     prefill: StageLogits
+    context: int
 
 
 class Agreement(msgspec.Struct, frozen=True):
@@ -112,7 +119,7 @@ def record_logits(client: Client, server: ServerInfo, *, again: bool = False) ->
         **asked,
     })  # fmt: skip
     try:
-        return Logits(_stage(decode, "output", forced), _stage(prefill, "input", [None] * PROMPTS))
+        return Logits(_stage(decode, "output", forced), _stage(prefill, "input", [None] * PROMPTS), context)
     except (KeyError, TypeError, IndexError, ValueError) as error:
         raise ServerError(
             f"{client.url}: answers without the log-probabilities that were asked for ({type(error).__name__}: "
@@ -126,6 +133,8 @@ def agree(before: Logits, after: Logits) -> list[Agreement]:
     Raises:
         ValueError: They are not of the same tokens.
     """
+    if before.context != after.context:
+        raise ValueError(f"prompts of {before.context} tokens against {after.context}")
     return [
         _agree(Stage.DECODE, before.decode, after.decode),
         _agree(Stage.PREFILL, before.prefill, after.prefill),
@@ -155,14 +164,16 @@ def _context(server: ServerInfo) -> int:
     if server.radix_cache is False:
         raise UsageError("the server keeps no prefixes (--disable-radix-cache), so that no prefill would read the pool")
     rest = 2 * STEPS
-    room = [_CONTEXT]
+    room = _CONTEXT
     if server.pool_tokens is not None:
-        room.append(server.pool_tokens // PROMPTS - rest)
+        room = min(room, server.pool_tokens // PROMPTS - rest)
     if server.longest_input is not None:
-        room.append(server.longest_input - rest)
-    if min(room) < STEPS:
-        raise UsageError(f"the server cannot hold {PROMPTS} prompts of {STEPS + rest} tokens")
-    return min(room)
+        room = min(room, server.longest_input - rest)
+    # By halves, since a pool's size follows the memory that is free at the start and both servers are to get the same.
+    context = next((_CONTEXT >> halves for halves in range(5) if _CONTEXT >> halves <= room), None)
+    if context is None:
+        raise UsageError(f"the server cannot hold {PROMPTS} prompts of {(_CONTEXT >> 4) + rest} tokens")
+    return context
 
 
 def _sampling(new_tokens: int, **more: Any) -> dict[str, Any]:
