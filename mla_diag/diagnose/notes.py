@@ -8,6 +8,7 @@ import numpy as np
 
 from mla_diag.diagnose.gpu import gpu_of
 from mla_diag.diagnose.idle import records_stacks
+from mla_diag.diagnose.kernel_names import short_kernel_name
 from mla_diag.diagnose.mapping import Mapping
 from mla_diag.diagnose.step_spans import Stage, StepSource
 from mla_diag.diagnose.steps import Steps
@@ -16,6 +17,8 @@ from mla_diag.trace.columns import MISSING
 from mla_diag.trace.link import Links
 from mla_diag.trace.model import Damage, Trace
 
+# Below this share of the device time what kernels wait for each other on the device makes no row misleading.
+_EARLY = 0.03
 _SOME = 0.01  # below this share of a trace's device events a gap changes no figure that is printed
 
 
@@ -26,6 +29,7 @@ def notes(trace: Trace, links: Links, steps: Steps, mapping: Mapping | None = No
         *_missing_device(trace, links),
         *_steps(steps),
         *_missing_detail(trace, links, mapping),
+        *_early_launches(trace),
     ]
 
 
@@ -98,3 +102,23 @@ def _missing_detail(trace: Trace, links: Links, mapping: Mapping | None) -> Iter
         yield "Python stacks were recorded, which slows the host: wall time is longer than without them"
     elif replayed < events:
         yield "no Python stacks were recorded: profile with with_stack=true to see which line launches what"
+
+
+def _early_launches(trace: Trace) -> Iterator[str]:
+    """Kernels that were started while the one ahead of them on their stream ran, which they then waited for."""
+    table = trace.device_events
+    total = int((table.end - table.start).sum())
+    waits = np.zeros(len(table), dtype=np.int64)
+    for device, stream in np.unique(np.stack([table.device, table.stream]), axis=1).T.tolist():
+        rows = np.flatnonzero((table.device == device) & (table.stream == stream))
+        rows = rows[np.argsort(table.start[rows], kind="stable")]
+        ahead = np.maximum.accumulate(table.end[rows])[:-1]
+        waits[rows[1:]] = np.clip(np.minimum(ahead, table.end[rows[1:]]) - table.start[rows[1:]], 0, None)
+    if waits.sum() <= _EARLY * total:
+        return
+    by_name = np.bincount(table.name, weights=waits)
+    most = short_kernel_name(trace.names[int(by_name.argmax())])
+    yield (
+        f"{waits.sum() / total:.0%} of the device time is kernels that began before the one ahead of them on their "
+        f"stream had ended (programmatic dependent launch), mostly {most}: their rows hold that wait, busy time does not"
+    )
