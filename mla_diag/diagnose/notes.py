@@ -120,5 +120,6 @@ def _early_launches(trace: Trace) -> Iterator[str]:
     most = short_kernel_name(trace.names[int(by_name.argmax())])
     yield (
         f"{waits.sum() / total:.0%} of the device time is kernels that began before the one ahead of them on their "
-        f"stream had ended (programmatic dependent launch), mostly {most}: their rows hold that wait, busy time does not"
+        f"stream had ended (programmatic dependent launch), mostly {most}: their rows hold that wait, the busy "
+        "time does not"
     )
