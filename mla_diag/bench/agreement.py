@@ -21,7 +21,7 @@ from mla_diag.diagnose.server_info import ServerInfo
 from mla_diag.diagnose.step_spans import Stage
 from mla_diag.errors import ServerError, UsageError
 from mla_diag.server.client import Client
-from mla_diag.server.load import TOKENS
+from mla_diag.server.load import TOKENS, sampling
 
 __all__ = ["Agreement", "Logits", "StageLogits", "agree", "record_logits"]
 
@@ -106,14 +106,14 @@ def record_logits(client: Client, server: ServerInfo, *, again: bool = False) ->
         client.flush_cache()
     decode = client.generate({
         "input_ids": prefixes,
-        "sampling_params": [_sampling(STEPS, logit_bias={str(token): _BIAS}) for token in forced],
+        "sampling_params": [sampling(STEPS, logit_bias={str(token): _BIAS}) for token in forced],
         "top_logprobs_num": [2] * PROMPTS,
         **asked,
     })  # fmt: skip
     # The prompts above are in the cache now, up to where log-probabilities are asked for.
     prefill = client.generate({
         "input_ids": [[*prefix, *suffix] for prefix, suffix in zip(prefixes, suffixes, strict=True)],
-        "sampling_params": [_sampling(1)] * PROMPTS,
+        "sampling_params": [sampling(1)] * PROMPTS,
         "logprob_start_len": [context] * PROMPTS,
         "top_logprobs_num": [1] * PROMPTS,
         **asked,
@@ -174,10 +174,6 @@ def _context(server: ServerInfo) -> int:
     if context is None:
         raise UsageError(f"the server cannot hold {PROMPTS} prompts of {(_CONTEXT >> 4) + rest} tokens")
     return context
-
-
-def _sampling(new_tokens: int, **more: Any) -> dict[str, Any]:
-    return {"max_new_tokens": new_tokens, "ignore_eos": True, "temperature": 0, **more}
 
 
 def _stage(answers: Sequence[dict[str, Any]], side: str, forced: Sequence[int | None]) -> StageLogits:

@@ -109,9 +109,9 @@ def _early_launches(trace: Trace) -> Iterator[str]:
     table = trace.device_events
     total = int((table.end - table.start).sum())
     waits = np.zeros(len(table), dtype=np.int64)
-    for device, stream in np.unique(np.stack([table.device, table.stream]), axis=1).T.tolist():
-        rows = np.flatnonzero((table.device == device) & (table.stream == stream))
-        rows = rows[np.argsort(table.start[rows], kind="stable")]
+    order = np.lexsort((table.start, table.stream, table.device))
+    next_stream = (np.diff(table.stream[order]) != 0) | (np.diff(table.device[order]) != 0)
+    for rows in np.split(order, np.flatnonzero(next_stream) + 1):
         ahead = np.maximum.accumulate(table.end[rows])[:-1]
         waits[rows[1:]] = np.clip(np.minimum(ahead, table.end[rows[1:]]) - table.start[rows[1:]], 0, None)
     if waits.sum() <= _EARLY * total:

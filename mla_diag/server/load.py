@@ -161,8 +161,12 @@ class Load:
 
 def generate_request(prompts: list[list[int]], new_tokens: int) -> dict[str, Any]:
     """What asks `/generate` for so many tokens of each prompt, and no fewer."""
-    sampling = {"max_new_tokens": new_tokens, "ignore_eos": True, "temperature": 0}
-    return {"input_ids": prompts, "sampling_params": sampling}
+    return {"input_ids": prompts, "sampling_params": sampling(new_tokens)}
+
+
+def sampling(new_tokens: int, **more: Any) -> dict[str, Any]:
+    """Sampling parameters that yield so many tokens, no fewer, and always the same."""
+    return {"max_new_tokens": new_tokens, "ignore_eos": True, "temperature": 0, **more}
 
 
 def random_tokens(count: int) -> list[int]:
