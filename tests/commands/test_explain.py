@@ -114,6 +114,7 @@ def test_demo_tells_the_story(run: Invoke):
     assert "flashinfer_mla_backend.py:616 forward_decode" in result.stdout
     assert "72.31 to 5.393 ms of device time, 13.4 times as fast; busy 72.06 to 4.732 ms" in result.stdout
     assert "84.28 to 29.97 ms of device time, 2.81 times as fast; busy 84.28 to 21.40 ms" in result.stdout
+    assert result.stdout.endswith("On your own server: mla-diag doctor --url http://localhost:30000\n")
 
 
 def test_version_and_help(run: Invoke):
