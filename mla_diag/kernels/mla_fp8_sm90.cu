@@ -191,7 +191,7 @@ __device__ inline void write_result(const Params& p, const Piece& piece, const A
     float total = 0.f;
     for (int i = 0; i < COMPUTE_THREADS / 32; ++i) total += s.warp_value[i][column];
     const float lse = total == 0.f ? -infinity() : s.maximum[column] + log2f(total);
-    s.factor[column] = total == 0.f ? 0.f : p.value_scale / total;
+    s.factor[column] = total == 0.f ? 0.f : (piece.partial ? 1.f : p.value_scale) / total;
     if (piece.partial)
       piece.partial_lse[column] = lse;
     else if (column < piece.rows)
@@ -210,10 +210,8 @@ __device__ inline void write_result(const Params& p, const Piece& piece, const A
 #pragma unroll
       for (int i = 0; i < 2 * LATENT_BLOCKS; ++i) v[i] = acc[i / 2][4 * j + i % 2 * 2 + e] * factor;
       if (piece.partial) {
-        // First all the even fours of latents, then the odd: a store of 8 lanes fills 128 bytes.
-        float4* to = reinterpret_cast<float4*>(piece.partial + column * LATENT) + latent / 8;
-        to[0] = make_float4(v[0], v[1], v[2], v[3]);
-        to[LATENT / 8] = make_float4(v[4], v[5], v[6], v[7]);
+        *reinterpret_cast<uint4*>(piece.partial + column * LATENT + latent) = make_uint4(
+            pack_f16x2(v[0], v[1]), pack_f16x2(v[2], v[3]), pack_f16x2(v[4], v[5]), pack_f16x2(v[6], v[7]));
       } else {
         const i64 at = (row + column) * LATENT + latent;
         store_four(p, at, v[0], v[1], v[2], v[3]);
@@ -288,15 +286,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) mla_fp8_sm90_attention(
     }
     fence_for_engines();
   }
-  const Span span = find_span(p, s.span);
+  Span span = find_span(p, s.span);
+  Piece piece;
   if (threadIdx.x >= COMPUTE_THREADS) {
     give_registers<COPY_REGISTERS>();
     Turn turn;
-    for_each_piece(p, span, [&](const Piece& piece) { turn = copy_piece(p, piece, turn, s); });
+    while (next_piece(p, s.span, span, piece)) turn = copy_piece(p, piece, turn, s);
   } else {
     take_registers<COMPUTE_REGISTERS>();
     Turn turn;
-    for_each_piece(p, span, [&](const Piece& piece) { turn = compute_piece(p, piece, turn, s); });
+    while (next_piece(p, s.span, span, piece)) turn = compute_piece(p, piece, turn, s);
   }
 }
 
@@ -330,42 +329,50 @@ struct Mean {
   }
 };
 
-// One block for a (token, head) and 512 / gridDim.z latents. Groups of threads take every n-th partial result.
+// Joins 512 / gridDim.y latents of every gridDim.x-th query row. Groups of threads take every n-th partial result.
 extern "C" __global__ void __launch_bounds__(COMBINE_THREADS) mla_fp8_sm90_combine(const __grid_constant__ Params p) {
   __shared__ Mean shared[COMBINE_THREADS];
-  const int token = blockIdx.x, head = blockIdx.y, request = request_of(p, token);
-  const i64 out_row = static_cast<i64>(token) * p.heads + head;
-  const Request r = load_request(p, request);
-  const int row = (token - r.first_token) * p.heads + head;
-  const int kv_tiles = row < r.tokens * p.heads ? r.kv_tiles() : 0;  // a token of no request counts as one of an empty
-  wait_for_primary();
-  const Schedule schedule(p.schedule + p.batch);
-  const Parts parts(schedule, p.schedule[request] + row / ROWS * schedule.item_tiles(kv_tiles), kv_tiles);
-  if (parts.count == 1) return;  // written by its only block
+  const int lanes = LATENT / 4 / gridDim.y, groups = blockDim.x / lanes;
+  const int four = blockIdx.y * lanes + threadIdx.x % lanes;  // of the 128 in a row
+  for (int out_row = blockIdx.x; out_row < p.tokens * p.heads; out_row += gridDim.x) {
+    const int token = out_row / p.heads, request = request_of(p, token);
+    const Request r = load_request(p, request);
+    const int row = out_row - r.first_token * p.heads;
+    const int kv_tiles = row < r.tokens * p.heads ? r.kv_tiles() : 0;  // a token of no request is one of an empty one
+    wait_for_primary();
+    const Schedule schedule = {p.schedule[p.batch], p.schedule[p.batch + 1]};
+    if (schedule.quota == UNCUT) return;
+    const int item = p.schedule[request] + row / ROWS * schedule.item_tiles(kv_tiles);
+    const Parts parts(schedule.quota, item, kv_tiles);
+    if (parts.count == 1) continue;  // written by its only block
 
-  const int lanes = LATENT / 4 / gridDim.z, groups = blockDim.x / lanes;
-  const int four = blockIdx.z * lanes + threadIdx.x % lanes;  // of the 128 in a row, in the order of write_result
-  Mean mean;
-  for (int i = threadIdx.x / lanes; i < parts.count; i += BATCH * groups) {
-    float lse[BATCH];
-    float4 v[BATCH];
+    Mean mean;
+    for (int i = threadIdx.x / lanes; i < parts.count; i += BATCH * groups) {
+      float lse[BATCH];
+      uint2 v[BATCH];
 #pragma unroll
-    for (int k = 0; k < BATCH; ++k) {
-      const i64 at = static_cast<i64>(parts.slot(min(i + k * groups, parts.count - 1))) * ROWS + row % ROWS;
-      lse[k] = i + k * groups < parts.count ? p.partial_lse[at] : -infinity();
-      v[k] = reinterpret_cast<const float4*>(p.partial + at * LATENT)[four];
+      for (int k = 0; k < BATCH; ++k) {
+        const i64 at = static_cast<i64>(parts.slot(min(i + k * groups, parts.count - 1))) * ROWS + row % ROWS;
+        lse[k] = i + k * groups < parts.count ? p.partial_lse[at] : -infinity();
+        v[k] = reinterpret_cast<const uint2*>(p.partial + at * LATENT)[four];
+      }
+#pragma unroll
+      for (int k = 0; k < BATCH; ++k) {
+        const float2 low = unpack_f16x2(v[k].x), high = unpack_f16x2(v[k].y);
+        mean.add(lse[k], 1.f, make_float4(low.x, low.y, high.x, high.y));
+      }
     }
-#pragma unroll
-    for (int k = 0; k < BATCH; ++k) mean.add(lse[k], 1.f, v[k]);
+    __syncthreads();  // `shared` has been read for the row before
+    shared[threadIdx.x] = mean;
+    __syncthreads();
+    if (threadIdx.x >= lanes) continue;
+    for (int i = threadIdx.x + lanes; i < blockDim.x; i += lanes)
+      mean.add(shared[i].reference, shared[i].total, shared[i].sum);
+    const float factor = mean.total == 0.f ? 0.f : p.value_scale / mean.total;
+    const float4 sum = mean.sum;
+    store_four(p, static_cast<i64>(out_row) * LATENT + 4 * four, sum.x * factor, sum.y * factor, sum.z * factor,
+               sum.w * factor);
+    if (blockIdx.y == 0 && threadIdx.x == 0)
+      p.lse[out_row] = (mean.total == 0.f ? -infinity() : mean.reference + log2f(mean.total)) * p.lse_scale;
   }
-  shared[threadIdx.x] = mean;
-  __syncthreads();
-  if (threadIdx.x >= lanes) return;
-  for (int i = threadIdx.x + lanes; i < blockDim.x; i += lanes)
-    mean.add(shared[i].reference, shared[i].total, shared[i].sum);
-  const float factor = mean.total == 0.f ? 0.f : 1.f / mean.total;
-  const i64 at = out_row * LATENT + four % 64 * 8 + four / 64 * 4;
-  store_four(p, at, mean.sum.x * factor, mean.sum.y * factor, mean.sum.z * factor, mean.sum.w * factor);
-  if (blockIdx.z == 0 && threadIdx.x == 0)
-    p.lse[out_row] = (mean.total == 0.f ? -infinity() : mean.reference + log2f(mean.total)) * p.lse_scale;
 }

@@ -6,7 +6,9 @@ constexpr int LATENT = 512, ROPE = 64, WIDTH = LATENT + ROPE;
 constexpr int TOKENS = 64;  // of one KV tile: the 64 rows of one wgmma
 constexpr int COMPUTE_THREADS = 256, COPY_THREADS = 128, THREADS = COMPUTE_THREADS + COPY_THREADS;
 constexpr float LOG2E = 1.4426950408889634f;
-constexpr int PIECE_COST = 4;  // what a second piece costs a block, in tiles
+constexpr int PIECE_COST = 4;    // what a second piece costs a block, in tiles
+constexpr int MOST_ITEMS = 512;  // whole items that a block can have
+constexpr int UNCUT = 1 << 30;   // the quota where items are whole: one that none exceeds
 
 enum Type { BF16, FP16, FP32 };
 
@@ -16,12 +18,12 @@ struct Params {
   const unsigned char* pool;
   void* out;                              // [tokens, heads, 512]
   float* lse;                             // [tokens, heads]
-  float* partial;                         // [2 * blocks, ROWS, 512], divided by the sums of their own probabilities
+  unsigned short* partial;                // [2 * blocks, ROWS, 512] fp16, averages of pool numbers: at most 448
   float* partial_lse;                     // [2 * blocks, ROWS], base 2
   int* schedule;                          // [batch + 2]: where each request's first item starts; a Schedule
   const int *qo_indptr, *kv_indptr, *kv_lens, *pages;
   i64 q_nope_token, q_nope_head, q_rope_token, q_rope_head, pool_row, pages_row;  // strides, in elements
-  int batch, heads, page_size, causal, q_type, out_type, blocks;
+  int tokens, batch, heads, page_size, causal, q_type, out_type, blocks;
   float score_scale, value_scale, lse_scale;
 };
 
@@ -48,7 +50,8 @@ struct Piece {
   Request request;
   int first_row, rows;           // query rows (token x head) of the row tile
   int begin, tiles;              // KV tiles
-  float *partial, *partial_lse;  // where the result goes; partial is null when it is the final one
+  unsigned short* partial;       // where the result goes; null when it is the final one
+  float* partial_lse;
 
   // How many tokens a query row sees. Later rows see no fewer.
   __device__ int visible(const Params& p, int row) const {
@@ -59,51 +62,94 @@ struct Piece {
 
 // ---- the span of tiles that a block works on ------------------------------------------------------------------------
 
+// All that there is to do.
+struct Work {
+  int items, tiles, unseen, longest;  // tiles of all items; those of them that no row of their item sees; of one item
+
+  __device__ void add(const Params& p, const Request& r) {
+    const int kv_tiles = r.kv_tiles(), row_tiles = r.row_tiles(p.heads);
+    if (kv_tiles == 0) return;
+    items += row_tiles, tiles += row_tiles * kv_tiles, longest = max(longest, kv_tiles);
+    // The last row tile sees all, the first all but the other tokens: on average half of them are not seen.
+    if (p.causal) unseen += row_tiles * (r.tokens - 1) / (2 * TOKENS);
+  }
+};
+
 // An item is a (request, row tile) with tokens to see. All items are laid end to end and cut every `quota` tiles. Cut
 // evenly, most blocks get the end of one item and the start of the next, and pay twice for a query and a result. So
-// when lengths are about equal each item is padded to `padded` tiles, and a quota is a whole part of one item or, with
-// more items than blocks, a number of whole items, which then need no combining.
+// when lengths are about equal each item is padded to `padded` tiles, a multiple of the quota, and no block gets two.
+// Where there are more items than blocks, each gets up to `whole` of them and nothing is cut or combined, unless some
+// blocks would then have much more to do than others. Even cuts are not even in extend, where early rows see less.
 struct Schedule {
-  int quota, padded;
+  int quota, padded, whole;
 
-  __device__ Schedule(int blocks, int items, int total, int longest) : quota((total + blocks - 1) / blocks), padded(0) {
-    if (items == 0) return;
-    const int parts = max(1, blocks / items), part = (longest + parts - 1) / parts;
-    const int aligned = part * ((items + blocks - 1) / blocks);
-    if (aligned > quota + PIECE_COST) return;
-    quota = aligned;
-    padded = (longest + part - 1) / part * part;
+  __device__ static Schedule of(int blocks, const Work& work) {
+    const Schedule even = {(work.tiles + blocks - 1) / blocks, 0, 0};
+    if (work.items == 0) return even;
+    if (work.items > blocks) {
+      const int each = (work.items + blocks - 1) / blocks;
+      const float seen = static_cast<float>(work.tiles - work.unseen) / work.tiles;
+      if (each > MOST_ITEMS || each * work.longest * seen > even.quota + PIECE_COST) return even;
+      return {UNCUT, 0, each};
+    }
+    const int parts = blocks / work.items, part = (work.longest + parts - 1) / parts;
+    if (part > even.quota + PIECE_COST) return even;
+    return {part, (work.longest + part - 1) / part * part, 0};
   }
-  __device__ explicit Schedule(const int* stored) : quota(stored[0]), padded(stored[1]) {}
 
-  __device__ void store(int* to) const { to[0] = quota, to[1] = padded; }
   __device__ int item_tiles(int kv_tiles) const { return kv_tiles && padded ? padded : kv_tiles; }
 };
 
-// The blocks that worked on an item, each of which left its part in a slot of the partial results: in its even slot if
-// it was the block's first piece, in its odd slot if it was the last.
+// The blocks that worked on an item, each of which left its part in a slot of the partial results. A block has two
+// slots: the end of an item, with which it may have begun, is in the even one, the start of another in the odd one.
 struct Parts {
-  int quota, begin, first_block, count;
+  int first_block, count;
 
-  __device__ Parts(const Schedule& schedule, int begin, int kv_tiles) : quota(schedule.quota), begin(begin) {
+  __device__ Parts(int quota, int begin, int kv_tiles) {
     first_block = kv_tiles ? begin / quota : 0;
     count = kv_tiles ? (begin + kv_tiles - 1) / quota - first_block + 1 : 0;
   }
-  __device__ int slot(int part) const {
-    const int block = first_block + part;
-    return 2 * block + (block * quota < begin);
-  }
+  __device__ static int slot(int block, bool start) { return 2 * block + start; }
+  __device__ int slot(int part) const { return slot(first_block + part, part == 0); }
 };
 
+// What is left of a block's part of the work: `left` tiles from `offset` in `request` on or, where items are whole,
+// `left` items from number `offset` of its list on.
 struct Span {
-  Schedule schedule;
-  int request, offset, tiles;
+  int request, offset, left;
 };
 
-// What the threads of a block share in find_span.
+// What the threads of a block share: its part of the work. It is kept here for want of registers.
 struct SpanMemory {
-  int3 warp_total[THREADS / 32];
+  Work warp_total[THREADS / 32];
+  Schedule schedule;
+  int2 items[MOST_ITEMS];  // (request, row tile)
   int request, offset;
+};
+
+// Where a block's whole items are in the order of all: neighbouring blocks have neighbouring items at the same time, so
+// that what one reads of a request the others find in L2; every other round goes backwards, because later items of a
+// request are longer in extend.
+struct Rounds {
+  int items, width;
+
+  __device__ Rounds(const Schedule& schedule, int items)
+      : items(items), width((items + schedule.whole - 1) / schedule.whole) {}
+
+  __device__ int item(int round, int block) const { return round * width + (round % 2 ? width - 1 - block : block); }
+  __device__ int count(int block) const {
+    if (block >= width) return 0;
+    const int full = items / width;
+    return full + (item(full, block) < items);
+  }
+  // Adds those of the block's items to its list that are of a request, which begin with number `first`.
+  __device__ void list(int block, int request, int first, int row_tiles, int2* to) const {
+#pragma unroll 1
+    for (int round = 0; round < count(block); ++round) {
+      const int row_tile = item(round, block) - first;
+      if (0 <= row_tile && row_tile < row_tiles) to[round] = {request, row_tile};
+    }
+  }
 };
 
 // Lengths are only known on the device, so every block reads them all and finds its own span.
@@ -111,66 +157,81 @@ __device__ inline Span find_span(const Params& p, SpanMemory& s) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int each = (p.batch + THREADS - 1) / THREADS;
   const int begin = min(static_cast<int>(threadIdx.x) * each, p.batch), end = min(begin + each, p.batch);
-  int items = 0, tiles = 0, longest = 0;
-  for (int i = begin; i < end; ++i) {
-    const Request r = load_request(p, i);
-    const int kv_tiles = r.kv_tiles();
-    if (kv_tiles) items += r.row_tiles(p.heads);
-    tiles += r.row_tiles(p.heads) * kv_tiles;
-    longest = max(longest, kv_tiles);
-  }
-  int items_upto = items, tiles_upto = tiles;
+  Work own = {};
+#pragma unroll 1
+  for (int i = begin; i < end; ++i) own.add(p, load_request(p, i));
+  int items_upto = own.items, tiles_upto = own.tiles;
 #pragma unroll
   for (int distance = 1; distance < 32; distance *= 2) {
     const int items_below = __shfl_up_sync(~0u, items_upto, distance);
     const int tiles_below = __shfl_up_sync(~0u, tiles_upto, distance);
     if (lane >= distance) items_upto += items_below, tiles_upto += tiles_below;
   }
-  longest = __reduce_max_sync(~0u, longest);
-  if (lane == 31) s.warp_total[warp] = {items_upto, tiles_upto, longest};
+  const int unseen = __reduce_add_sync(~0u, own.unseen), longest = __reduce_max_sync(~0u, own.longest);
+  if (lane == 31) s.warp_total[warp] = {items_upto, tiles_upto, unseen, longest};
   __syncthreads();
-  int all_items = 0, all_tiles = 0, items_before = items_upto - items, tiles_before = tiles_upto - tiles;
+  Work all = {};
+  int items_before = items_upto - own.items, tiles_before = tiles_upto - own.tiles;
 #pragma unroll
   for (int i = 0; i < THREADS / 32; ++i) {
-    const int3 total = s.warp_total[i];
-    if (i < warp) items_before += total.x, tiles_before += total.y;
-    all_items += total.x, all_tiles += total.y, longest = max(longest, total.z);
+    const Work total = s.warp_total[i];
+    if (i < warp) items_before += total.items, tiles_before += total.tiles;
+    all.items += total.items, all.tiles += total.tiles, all.unseen += total.unseen;
+    all.longest = max(all.longest, total.longest);
   }
-  const Schedule schedule(p.blocks, all_items, all_tiles, longest);
-  const int start = blockIdx.x * schedule.quota, total = schedule.padded ? all_items * schedule.padded : all_tiles;
+  const Schedule schedule = Schedule::of(p.blocks, all);
+  const int block = blockIdx.x, start = schedule.whole ? 0 : block * schedule.quota;
+  const int total = schedule.padded ? all.items * schedule.padded : all.tiles;
   int first = schedule.padded ? items_before * schedule.padded : tiles_before;
+#pragma unroll 1
   for (int i = begin; i < end; ++i) {
     const Request r = load_request(p, i);
-    const int next = first + r.row_tiles(p.heads) * schedule.item_tiles(r.kv_tiles());
+    const int row_tiles = r.kv_tiles() ? r.row_tiles(p.heads) : 0;
+    const int next = first + row_tiles * schedule.item_tiles(r.kv_tiles());
     if (first <= start && start < next) s.request = i, s.offset = start - first;
-    if (blockIdx.x == 0) p.schedule[i] = first;
-    first = next;
+    if (schedule.whole) Rounds(schedule, all.items).list(block, i, items_before, row_tiles, s.items);
+    if (block == 0) p.schedule[i] = first;
+    first = next, items_before += row_tiles;
   }
-  if (blockIdx.x == 0 && threadIdx.x == 0) schedule.store(p.schedule + p.batch);
+  if (threadIdx.x == 0) {
+    s.schedule = schedule;
+    if (block == 0) p.schedule[p.batch] = schedule.quota, p.schedule[p.batch + 1] = schedule.padded;
+  }
   __syncthreads();
-  return {schedule, s.request, s.offset, max(0, min(schedule.quota, total - start))};
+  if (schedule.whole) return {0, 0, Rounds(schedule, all.items).count(block)};
+  return {s.request, s.offset, min(schedule.quota, total - start)};
 }
 
-// Calls `work` with each piece of a span.
-template <class Work>
-__device__ inline void for_each_piece(const Params& p, Span span, const Work& work) {
-  for (bool first = true; span.tiles > 0; ++span.request, span.offset = 0) {
-    Piece piece;
-    piece.request = load_request(p, span.request);
-    const int kv_tiles = piece.request.kv_tiles(), item_tiles = span.schedule.item_tiles(kv_tiles);
-    for (; span.tiles > 0 && span.offset < piece.request.row_tiles(p.heads) * item_tiles; first = false) {
-      piece.first_row = span.offset / item_tiles * ROWS;
-      piece.rows = min(ROWS, piece.request.tokens * p.heads - piece.first_row);
-      piece.begin = span.offset % item_tiles;
-      const int taken = min(item_tiles - piece.begin, span.tiles), tiles = min(kv_tiles - piece.begin, taken);
-      span.offset += taken, span.tiles -= taken;
-      if (tiles <= 0) continue;  // padding
-      const int seen_by_any = piece.visible(p, piece.first_row + piece.rows - 1);
-      piece.tiles = max(0, min(piece.begin + tiles, (seen_by_any + TOKENS - 1) / TOKENS) - piece.begin);
-      const int slot = 2 * blockIdx.x + !first;  // a block's first piece and its last may be parts
-      piece.partial = tiles == kv_tiles ? nullptr : p.partial + static_cast<i64>(slot) * ROWS * LATENT;
-      piece.partial_lse = p.partial_lse + slot * ROWS;
-      work(piece);
+// Gives the next piece of a span, or returns false at its end.
+__device__ inline bool next_piece(const Params& p, const SpanMemory& s, Span& span, Piece& piece) {
+  int row_tile, kv_tiles, tiles;
+  do {
+    if (span.left <= 0) return false;
+    if (s.schedule.whole) {
+      const int2 item = s.items[span.offset++];
+      --span.left;
+      piece.request = load_request(p, item.x);
+      piece.begin = 0, row_tile = item.y, tiles = kv_tiles = piece.request.kv_tiles();
+      break;
     }
-  }
+    piece.request = load_request(p, span.request);
+    kv_tiles = piece.request.kv_tiles();
+    const int item_tiles = s.schedule.item_tiles(kv_tiles);
+    if (span.offset >= piece.request.row_tiles(p.heads) * item_tiles) {
+      ++span.request, span.offset = 0, tiles = 0;
+      continue;
+    }
+    row_tile = span.offset / item_tiles, piece.begin = span.offset % item_tiles;
+    const int taken = min(item_tiles - piece.begin, span.left);
+    tiles = min(kv_tiles - piece.begin, taken);  // the rest is padding
+    span.offset += taken, span.left -= taken;
+  } while (tiles <= 0);
+  piece.first_row = row_tile * ROWS;
+  piece.rows = min(ROWS, piece.request.tokens * p.heads - piece.first_row);
+  const int seen_by_any = piece.visible(p, piece.first_row + piece.rows - 1);
+  piece.tiles = max(0, min(piece.begin + tiles, (seen_by_any + TOKENS - 1) / TOKENS) - piece.begin);
+  const int slot = Parts::slot(blockIdx.x, piece.begin == 0);
+  piece.partial = tiles == kv_tiles ? nullptr : p.partial + static_cast<i64>(slot) * ROWS * LATENT;
+  piece.partial_lse = p.partial_lse + slot * ROWS;
+  return true;
 }

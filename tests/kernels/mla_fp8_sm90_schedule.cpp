@@ -11,10 +11,11 @@
 #define ROWS 16
 using i64 = long long;
 using std::max, std::min;
-struct int3 { int x, y, z; };
+struct int2 { int x, y; };
 struct { int x; } threadIdx, blockIdx;
 int __shfl_up_sync(unsigned, int value, int) { return value; }  // find_span needs these names; it is not called here
 int __reduce_max_sync(unsigned, int value) { return value; }
+int __reduce_add_sync(unsigned, int value) { return value; }
 void __syncthreads() {}
 
 #include SCHEDULE
@@ -28,16 +29,14 @@ int main() {
     if (std::scanf("%d %d", &count, &lens[i]) != 2) return 1;
     tokens[i + 1] = tokens[i] + count;
   }
-  static float memory[1];  // only its address is used
-  p.qo_indptr = tokens.data(), p.kv_lens = lens.data(), p.partial = p.partial_lse = memory;
-  int items = 0, total = 0, longest = 0;
-  for (int i = 0; i < p.batch; ++i) {
-    const Request r = load_request(p, i);
-    items += r.kv_tiles() ? r.row_tiles(p.heads) : 0;
-    total += r.row_tiles(p.heads) * r.kv_tiles();
-    longest = max(longest, r.kv_tiles());
-  }
-  const Schedule schedule(p.blocks, items, total, longest);
+  static float lse[1];  // only its address is used, as the next one's
+  static unsigned short partial[1];
+  p.qo_indptr = tokens.data(), p.kv_lens = lens.data(), p.partial = partial, p.partial_lse = lse;
+  Work work = {};
+  for (int i = 0; i < p.batch; ++i) work.add(p, load_request(p, i));
+  const Schedule schedule = Schedule::of(p.blocks, work);
+  static SpanMemory memory;
+  memory.schedule = schedule;
   std::vector<int> first(p.batch + 1);
   for (int i = 0; i < p.batch; ++i) {
     const Request r = load_request(p, i);
@@ -45,20 +44,33 @@ int main() {
   }
   for (int block = 0; block < p.blocks; ++block) {
     blockIdx.x = block;
-    const int start = block * schedule.quota, count = min(schedule.quota, first[p.batch] - start);
-    if (count <= 0) break;
-    const int request = std::upper_bound(first.begin(), first.end(), start) - first.begin() - 1;
-    for_each_piece(p, Span{schedule, request, start - first[request], count}, [&](const Piece& piece) {
+    Span span = {};
+    if (schedule.whole) {
+      const Rounds rounds(schedule, work.items);
+      for (int i = 0, before = 0; i < p.batch; ++i) {
+        const Request r = load_request(p, i);
+        const int row_tiles = r.kv_tiles() ? r.row_tiles(p.heads) : 0;
+        rounds.list(block, i, before, row_tiles, memory.items);
+        before += row_tiles;
+      }
+      span.left = rounds.count(block);
+    } else {
+      const int start = block * schedule.quota;
+      if (start >= first[p.batch]) break;
+      span.request = std::upper_bound(first.begin(), first.end(), start) - first.begin() - 1;
+      span.offset = start - first[span.request], span.left = min(schedule.quota, first[p.batch] - start);
+    }
+    for (Piece piece; next_piece(p, memory, span, piece);) {
       const int owner = piece.request.first_token, slot = (piece.partial_lse - p.partial_lse) / ROWS;
       const int at = std::upper_bound(tokens.begin(), tokens.end(), owner) - tokens.begin() - 1;
       std::printf("piece %d %d %d %d %d %d %d\n", block, at, piece.first_row, piece.rows, piece.begin, piece.tiles,
                   piece.partial ? slot : -1);
-    });
+    }
   }
   for (int i = 0; i < p.batch; ++i) {
     const Request r = load_request(p, i);
     for (int tile = 0; tile < r.row_tiles(p.heads); ++tile) {
-      const Parts parts(schedule, first[i] + tile * schedule.item_tiles(r.kv_tiles()), r.kv_tiles());
+      const Parts parts(schedule.quota, first[i] + tile * schedule.item_tiles(r.kv_tiles()), r.kv_tiles());
       std::printf("item %d %d", i, tile * ROWS);
       for (int part = 0; part < parts.count; ++part) std::printf(" %d", parts.slot(part));
       std::printf("\n");

@@ -60,18 +60,32 @@ class Problem:
         torch.testing.assert_close(lse[~unseen].double(), want_lse[~unseen], rtol=1e-5, atol=1e-3)
 
 
-def e4m3_pool(rows, width, device, generator):
-    """Normal numbers with, in one row of eight, the format's extremes: 448, subnormals, negative zero."""
-    pool = torch.randn(rows, width, generator=generator)
-    extremes = torch.tensor([448.0, -448.0, 2.0**-9, -(2.0**-9), 2.0**-6, 0.0, -0.0])
-    odd = torch.arange(0, rows, 8)
-    columns = torch.randint(width, (len(odd), len(extremes)), generator=generator)
-    pool[odd[:, None], columns] = extremes
-    return pool.to(torch.float8_e4m3fn).view(torch.uint8).to(device)
+def e4m3_pool(rows, width, device, generator, *, extremes):
+    """Normal numbers, with the format's extremes in one row of eight if asked: 448, subnormals, negative zero.
+
+    A key of 448 takes most of a query's attention. Without, it is broad, and every key counts.
+    """
+    pool = torch.randn(rows, width, generator=generator, device=device)
+    if extremes:
+        values = torch.tensor([448.0, -448.0, 2.0**-9, -(2.0**-9), 2.0**-6, 0.0, -0.0], device=device)
+        odd = torch.arange(0, rows, 8, device=device)
+        columns = torch.randint(width, (len(odd), len(values)), generator=generator, device=device)
+        pool[odd[:, None], columns] = values
+    return pool.to(torch.float8_e4m3fn).view(torch.uint8)
 
 
 def problem(
-    heads, lens, *, device, query_lens=None, page_size=None, dtype=torch.bfloat16, seed=0, spread=1.0, widths=(512, 64)
+    heads,
+    lens,
+    *,
+    device,
+    query_lens=None,
+    page_size=None,
+    dtype=torch.bfloat16,
+    seed=0,
+    spread=1.0,
+    widths=(512, 64),
+    extremes=True,
 ):
     """Draw a problem.
 
@@ -85,25 +99,25 @@ def problem(
         seed: of everything drawn.
         spread: standard deviation of the query; large ones make attention peaky.
         widths: of latent and rope.
+        extremes: whether the pool has the format's extremes too.
     """
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator(device).manual_seed(seed)
     page = page_size or 1
     pages = [-(-n // page) for n in lens]
     n_pages = sum(pages) + 5
-    drawn = torch.randperm(n_pages, generator=generator)[: sum(pages)].int().split(pages)
-    pool = e4m3_pool(n_pages * page, sum(widths), device, generator)
+    drawn = torch.randperm(n_pages, generator=generator, device=device)[: sum(pages)].int().split(pages)
+    pool = e4m3_pool(n_pages * page, sum(widths), device, generator, extremes=extremes)
     lens_t = torch.tensor(lens, dtype=torch.int32, device=device)
     if page_size is None:
         indptr = torch.nn.functional.pad(lens_t.cumsum(0), (1, 0)).int()
-        indices = torch.cat(drawn).to(device)
+        indices = torch.cat(drawn)
         addressing = {"kv_indptr": indptr, "kv_indices": indices}
         rows = csr_rows(indptr, indices)
     else:
         # Entries past a request's pages are whatever was there before: here, far out of the pool.
-        table = torch.full((len(lens), max([1, *pages]) + 1), 2**30, dtype=torch.int32)
+        table = torch.full((len(lens), max([1, *pages]) + 1), 2**30, dtype=torch.int32, device=device)
         for request, entries in enumerate(drawn):
             table[request, : len(entries)] = entries
-        table = table.to(device)
         addressing = {"page_table": table, "kv_lens": lens_t, "page_size": page_size}
         rows = paged_rows(table, lens_t, page_size)
     used = torch.zeros(len(pool), dtype=torch.bool, device=device)
@@ -113,5 +127,6 @@ def problem(
     if query_lens is not None:
         starts = torch.tensor([0, *query_lens]).cumsum(0)
         addressing["qo_indptr"] = starts.int().to(device)
-    query = torch.randn(sum(query_lens or [1] * len(lens)), heads, sum(widths), generator=generator) * spread
-    return Problem(query.to(device, dtype), pool.view(torch.float8_e4m3fn), rows, addressing, query_lens, widths[0])
+    tokens = sum(query_lens or [1] * len(lens))
+    query = torch.randn(tokens, heads, sum(widths), generator=generator, device=device) * spread
+    return Problem(query.to(dtype), pool.view(torch.float8_e4m3fn), rows, addressing, query_lens, widths[0])

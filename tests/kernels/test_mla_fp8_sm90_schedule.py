@@ -94,6 +94,18 @@ def check(made: Plan, requests: list[tuple[int, int]], heads: int) -> None:
     assert len(partial) == len(set(partial))
 
 
+def check_causal(made: Plan, requests: list[tuple[int, int]], heads: int) -> None:
+    """Every row tile has, once, the tiles that its last row sees."""
+    covered: dict[tuple[int, int], list[int]] = {item: [] for item in made.slots}
+    for piece in made.pieces:
+        covered[piece.request, piece.first_row] += range(piece.begin, piece.begin + piece.tiles)
+    for (request, first_row), tiles in covered.items():
+        tokens, kv_len = requests[request]
+        last = min(first_row + ROWS, tokens * heads) - 1
+        seen = kv_len - tokens + 1 + last // heads
+        assert sorted(tiles) == list(range(-(-seen // TOKENS)))
+
+
 @settings(max_examples=150, deadline=None)
 @given(
     blocks=st.sampled_from([1, 2, 7, 132]),
@@ -124,6 +136,31 @@ def test_with_more_items_than_blocks_a_block_gets_whole_ones(program: Path) -> N
     made = plan(program, 132, 16, requests)
     check(made, requests, 16)
     assert {piece.slot for piece in made.pieces} == {-1}
+
+
+@pytest.mark.parametrize("requests", [[(4096, 4096)], [(2048, 3000)] * 2, [(1024, 1500)] * 4, [(65, 1065)] * 64])
+def test_blocks_of_an_extend_have_about_as_much_to_see(program: Path, requests: list[tuple[int, int]]) -> None:
+    """Cut by what all rows could see, the blocks of a prompt's last rows had twice the others' work."""
+    made = plan(program, 132, 16, requests, causal=True)
+    check_causal(made, requests, 16)
+    work = [sum(piece.tiles for piece in made.pieces if piece.block == block) for block in range(132)]
+    assert max(work) <= 1.1 * sum(work) / 132
+
+
+def test_row_tiles_of_a_request_are_read_at_the_same_time(program: Path) -> None:
+    """By neighbouring blocks in the same round, so that the second finds in L2 what the first read."""
+    made = plan(program, 132, 128, [(1, 4096)] * 33)  # of eight row tiles here, on 132 blocks: two rounds
+    rounds: dict[int, int] = {}
+    places: dict[int, set[tuple[int, int]]] = {}
+    for piece in made.pieces:
+        round_ = rounds[piece.block] = rounds.get(piece.block, -1) + 1
+        places.setdefault(piece.request, set()).add((round_, piece.block))
+    assert set(rounds.values()) == {1}
+    together = 0
+    for found in places.values():
+        first_round, first_block = min(found)
+        together += found == {(first_round, first_block + place) for place in range(8)}
+    assert together == 32  # one request lies across the end of the first round
 
 
 def test_one_long_request_among_many_is_shared(program: Path) -> None:
