@@ -8,8 +8,10 @@ alternative alike.
 from __future__ import annotations
 
 import inspect
+import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -19,7 +21,7 @@ from triton.testing import do_bench, do_bench_cudagraph
 from mla_diag.bench.rows import LATENT, ROPE, WIDTH, Ceilings, Row, Shape
 from mla_diag.kernels import mla_fp8_operator
 from mla_diag.kernels.mla_fp8 import mla_fp8, mla_schedule, workspace_bytes
-from mla_diag.kernels.mla_fp8_sm90 import mla_fp8_sm90, unavailable
+from mla_diag.kernels.mla_fp8_sm90 import mla_fp8_sm90, mla_sm90_schedule, unavailable
 from mla_diag.kernels.mla_fp8_sm90 import workspace_bytes as sm90_workspace_bytes
 from mla_diag.kernels.reference import csr_rows, mla_reference
 
@@ -30,6 +32,7 @@ SM_SCALE = (128 + 64) ** -0.5  # DeepSeek's head widths before absorption
 HEADS = (16, 64, 128)
 CASES = ((1, 2048), (1, 32768), (1, 131072), (16, 2048), (16, 8192), (64, 2048), (64, 8192), (128, 4096))
 CHECKED_REQUESTS = 4  # float64 takes a while
+TURNS = 4
 
 Step = Callable[[], torch.Tensor]
 
@@ -116,12 +119,12 @@ def _ours(case: Case) -> Step:
 def _ours_hopper(case: Case) -> Step:
     if (reason := unavailable(case.pool.device)) is not None:
         raise NotImplementedError(reason)
-    size = sm90_workspace_bytes(case.shape.batch, case.pool.device)
-    workspace = torch.empty(size, dtype=torch.uint8, device=case.pool.device)
+    schedule = mla_sm90_schedule(case.shape.heads, kv_indptr=case.indptr)
+    workspace = torch.empty(sm90_workspace_bytes(case.pool.device), dtype=torch.uint8, device=case.pool.device)
 
     def step() -> torch.Tensor:
         return mla_fp8_sm90(case.nope, case.pool, query_rope=case.rope, kv_indptr=case.indptr, kv_indices=case.indices,
-                            sm_scale=SM_SCALE, out=case.out, workspace=workspace)[0]  # fmt: skip
+                            sm_scale=SM_SCALE, out=case.out, schedule=schedule, workspace=workspace)[0]  # fmt: skip
 
     return step
 
@@ -213,31 +216,63 @@ def bench_kernels(
     rep_ms: int = 30,
     device: str = "cuda",
 ) -> Iterator[Row]:
-    """Time the alternatives at each shape.
+    """Time the alternatives at each shape, in turns.
+
+    A card at its power limit lowers its clock, by up to 8 % within a second here. So the alternatives take turns, every
+    other time in the opposite order, and what counts of each is the median of its turns.
 
     Args:
         shapes: the decode steps.
         ceilings: the card's, from `measure_ceilings`.
         alternatives: what prepares a step of each, by name.
         pool_rows: rows of the pool; the cast's cost is proportional to it.
-        rep_ms: time spent on each measurement.
+        rep_ms: time spent on each measurement, all turns together.
         device: where; timing needs a GPU.
 
     Yields:
-        A row an alternative and shape, as soon as it is measured. What fails here is a row with a reason.
+        A row an alternative and shape, as soon as the shape is measured. What fails here is a row with a reason.
     """
     pool_bf16 = torch.randn(pool_rows, 1, WIDTH, device=device, dtype=torch.bfloat16)
     pool = pool_bf16.to(torch.float8_e4m3fn)
     pool_bf16.copy_(pool)
     for seed, shape in enumerate(shapes):
         case = Case.draw(shape, pool, pool_bf16, seed)
-        for name, prepare in alternatives.items():
-            us, error, reason = None, None, ""
-            try:
-                step = prepare(case)
-                error = case.error(step)
-                us = 1e3 * do_bench_cudagraph(step, rep=rep_ms, return_mode="median")
-            except (ArithmeticError, ImportError, NotImplementedError, RuntimeError, ValueError) as failure:
-                error = None
-                reason = f"{type(failure).__name__}: {failure}".splitlines()[0][:200]
-            yield Row(shape, name, us, error, ceilings.roofline_us(shape), reason)
+        trials = [_Trial(name, prepare) for name, prepare in alternatives.items()]
+        for trial in trials:
+            trial.check(case)
+        for turn in range(TURNS):
+            for trial in trials[:: -1 if turn % 2 else 1]:
+                trial.time(-(-rep_ms // TURNS))
+        for trial in trials:
+            us = None if trial.reason else statistics.median(trial.us)
+            yield Row(shape, trial.name, us, trial.error, ceilings.roofline_us(shape), trial.reason)
+
+
+@dataclass
+class _Trial:
+    """An alternative at a shape; once something of it has failed, nothing more is done."""
+
+    name: str
+    prepare: Callable[[Case], Step]
+    step: Step | None = None
+    error: float | None = None
+    us: list[float] = field(default_factory=list)
+    reason: str = ""
+
+    def check(self, case: Case) -> None:
+        with self._reasoning():
+            self.step = self.prepare(case)
+            self.error = case.error(self.step)
+
+    def time(self, rep_ms: int) -> None:
+        if self.step is not None and not self.reason:
+            with self._reasoning():
+                self.us.append(1e3 * do_bench_cudagraph(self.step, rep=rep_ms, return_mode="median"))
+
+    @contextmanager
+    def _reasoning(self) -> Iterator[None]:
+        try:
+            yield
+        except (ArithmeticError, ImportError, NotImplementedError, RuntimeError, ValueError) as failure:
+            self.error = None
+            self.reason = f"{type(failure).__name__}: {failure}".splitlines()[0][:200]

@@ -203,9 +203,8 @@ def run(
 def _schedule(wrapper: Any, q: torch.Tensor, kv_indptr: torch.Tensor, qo_indptr: torch.Tensor | None) -> Any:
     """Who does what in a step, worked out on the device by its first layer and shared by the others.
 
-    None where the kernel is one that works it out itself. A captured graph must hold the working out, or its replays
-    would go by the lengths of the capture. So what was made in the eager runs that warm a capture up does not serve the
-    capture, and each plan begins anew.
+    A captured graph must hold the working out, or its replays would go by the lengths of the capture. So what was made
+    in the eager runs that warm a capture up does not serve the capture, and each plan begins anew.
     """
     if not q.shape[0]:
         return None

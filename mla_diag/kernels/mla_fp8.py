@@ -147,7 +147,8 @@ def mla_schedule(
     config = config or _tuning(lengths.device, heads if tokens is None else triton.cdiv(tokens, max(batch, 1)) * heads)
     columns = config.block_heads
     slots = config.programs_per_sm * _processors(lengths.device)
-    tiles = batch * triton.cdiv(heads, columns) if tokens is None else tokens * heads // columns + batch
+    # In extend one more, for query tokens that no request has.
+    tiles = batch * triton.cdiv(heads, columns) if tokens is None else tokens * heads // columns + batch + 1
     capacity = max(slots, tiles + slots // 4)  # the room that `mla_fp8_plan` has at most
     items = torch.empty(capacity, ITEM_FIELDS.value, dtype=torch.int32, device=lengths.device)
     groups = torch.empty(tiles, GROUP_FIELDS.value, dtype=torch.int32, device=lengths.device)
@@ -212,7 +213,7 @@ def mla_fp8(
         config: tuning in place of the table's.
 
     Returns:
-        `out` and `lse`. Tokens that see no key get zeros and minus infinity.
+        `out` and `lse`. Tokens that see no key, or that `qo_indptr` gives no request, get zeros and minus infinity.
 
     Raises:
         ValueError: shapes, dtypes or the combination of arguments do not fit.
@@ -270,9 +271,9 @@ def mla_fp8(
     pieces = min(max(triton.next_power_of_2(len(schedule.items) // len(schedule.groups)), 8), 128)
     chunk = min(4096 // pieces, latent)
     mla_fp8_combine[(len(schedule.groups), config.block_heads, latent // chunk)](
-        qo_indptr, schedule.groups, out, lse, partial, partial_lse, *out.stride()[:2], heads, out_scale, lse_scale,
-        CHUNK=chunk, BLOCK_P=pieces, OVERLAP=overlap, num_warps=4 if chunk < 128 else max(chunk // 256, 1),
-        **shared, **launch,
+        qo_indptr, schedule.groups, out, lse, partial, partial_lse, *out.stride()[:2], tokens, heads,
+        out_scale, lse_scale, CHUNK=chunk, BLOCK_P=pieces, OVERLAP=overlap,
+        num_warps=4 if chunk < 128 else max(chunk // 256, 1), **shared, **launch,
     )  # fmt: skip
     return out, lse
 

@@ -13,7 +13,8 @@ import torch
 
 # Relative, because a copy beside SGLang's backends lies in another package.
 from .mla_fp8 import Schedule, mla_fp8, mla_schedule
-from .mla_fp8_sm90 import mla_fp8_sm90, unavailable
+from .mla_fp8_sm90 import Schedule as HopperSchedule
+from .mla_fp8_sm90 import mla_fp8_sm90, mla_sm90_schedule, unavailable
 
 __all__ = ["attend", "prepare", "schedule"]
 
@@ -45,7 +46,7 @@ def prepare(device: torch.device) -> str | None:
 
 def schedule(
     heads: int, *, kv_indptr: torch.Tensor, qo_indptr: torch.Tensor | None = None, tokens: int | None = None
-) -> Schedule | None:
+) -> Schedule | HopperSchedule:
     """Plan a step of CSR requests on the device, for all its layers.
 
     Args:
@@ -55,23 +56,21 @@ def schedule(
         tokens: query tokens, in extend.
 
     Returns:
-        What `attend` is to be given at these very lengths; None where Hopper's kernel runs, which plans for itself.
+        What `attend` is to be given at these very lengths. Recorded in a CUDA graph, it is made anew by every replay.
     """
-    batch = len(kv_indptr) - 1
-    if _takes_hopper(kv_indptr.device, batch if tokens is None else tokens, heads, batch):
-        return None
-    return mla_schedule(heads, kv_indptr=kv_indptr, qo_indptr=qo_indptr, tokens=tokens)
+    plan = mla_sm90_schedule if _takes_hopper(kv_indptr.device) else mla_schedule
+    return plan(heads, kv_indptr=kv_indptr, qo_indptr=qo_indptr, tokens=tokens)
 
 
 def attend(
-    query: torch.Tensor, pool: torch.Tensor, *, schedule: Schedule | None = None, **call: Any
+    query: torch.Tensor, pool: torch.Tensor, *, schedule: Schedule | HopperSchedule | None = None, **call: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attend to an FP8 pool with an absorbed MLA query, without copying the pool.
 
     Args:
         query: [T, H, 512] with `query_rope`, or [T, H, 576]; BF16 or FP16.
         pool: e4m3 numbers of shape [rows, 1, 576] or [pages, page_size, 1, 576].
-        schedule: from `schedule`, if there is one.
+        schedule: from `schedule`, whose kernel then runs.
         **call: `mla_fp8`'s arguments that `mla_fp8_sm90` has too, by name.
 
     Returns:
@@ -80,22 +79,13 @@ def attend(
     Raises:
         ValueError: shapes, dtypes or the combination of arguments do not fit.
     """
-    tokens, heads, _ = query.shape
-    table = call.get("page_table")
-    batch = len(call["kv_indptr"]) - 1 if table is None else len(table)
-    if _takes_hopper(query.device, tokens, heads, batch):
-        return mla_fp8_sm90(query, pool, **call)
-    return mla_fp8(query, pool, schedule=schedule, **call)
+    hopper = _takes_hopper(query.device) if schedule is None else isinstance(schedule, HopperSchedule)
+    return (mla_fp8_sm90 if hopper else mla_fp8)(query, pool, schedule=schedule, **call)  # type: ignore[arg-type]
 
 
-def _takes_hopper(device: torch.device, tokens: int, heads: int, batch: int) -> bool:
-    """Whether Hopper's kernel takes a call of `tokens` query tokens of `batch` requests.
-
-    All but the smallest: with one token of up to 16 heads the Triton kernel is a tenth faster up to 32k tokens, with
-    more rows Hopper's is up to three times as fast (docs/kernel-log.md). Lengths would tell more; the host has none.
-    """
-    smallest = batch == 1 and tokens * heads <= 16
-    return not smallest and _is_hopper(device) and prepare(device) is None
+def _takes_hopper(device: torch.device) -> bool:
+    """Whether calls on a device are for Hopper's kernel."""
+    return _is_hopper(device) and prepare(device) is None
 
 
 @lru_cache

@@ -17,10 +17,14 @@
 //
 // Built once per tile height: ROWS query rows (token x head) by 64 tokens, with STAGES tiles of the pool in shared
 // memory. See mla_fp8_sm90.py for the choices and docs/kernel-log.md for the reasons.
-#if !defined(ROWS) || !defined(STAGES) || !defined(SHARED_BYTES)
-#error "define ROWS, STAGES and SHARED_BYTES"
+#if !defined(ROWS) || !defined(STAGES)
+#error "define ROWS and STAGES"
 #endif
 #include "mla_fp8_sm90_tile.cuh"
+
+// What mla_fp8_sm90.py lays out too.
+static_assert(sizeof(Shared) <= SHARED_BYTES, "the launch asks for less shared memory than the kernel uses");
+static_assert(sizeof(Span) == SPAN_BYTES && sizeof(Params) == PARAMS_BYTES, "the host sees other structures");
 
 constexpr int COPY_REGISTERS = 24, COMPUTE_REGISTERS = 240;  // of a thread; a multiprocessor has 65,536
 constexpr float NEVER = -1e30f;                              // below every logit
@@ -40,7 +44,7 @@ __device__ inline Turn copy_piece(const Params& p, const Piece& piece, Turn turn
       offset = slot % p.page_size;
       slot /= p.page_size;
     }
-    page = piece.request.pages[slot];
+    page = p.pages[piece.request.start + slot];
   };
   if (piece.tiles > 0) look_up(piece.begin);
   for (int i = 0; i < piece.tiles; ++i, turn = turn.next()) {
@@ -178,6 +182,23 @@ __device__ inline void store_four(const Params& p, i64 at, float a, float b, flo
                            : make_uint2(pack_bf16x2(a, b), pack_bf16x2(c, d));
 }
 
+__device__ inline uint4 pack_eight_f16(const float (&v)[8]) {
+  return make_uint4(pack_f16x2(v[0], v[1]), pack_f16x2(v[2], v[3]), pack_f16x2(v[4], v[5]), pack_f16x2(v[6], v[7]));
+}
+
+// The same, eight.
+__device__ inline void store_eight(const Params& p, i64 at, const float (&v)[8]) {
+  if (p.out_type == FP32) {
+    float4* to = reinterpret_cast<float4*>(static_cast<float*>(p.out) + at);
+    to[0] = make_float4(v[0], v[1], v[2], v[3]), to[1] = make_float4(v[4], v[5], v[6], v[7]);
+  } else {
+    *reinterpret_cast<uint4*>(static_cast<unsigned short*>(p.out) + at) =
+        p.out_type == FP16 ? pack_eight_f16(v)
+                           : make_uint4(pack_bf16x2(v[0], v[1]), pack_bf16x2(v[2], v[3]), pack_bf16x2(v[4], v[5]),
+                                        pack_bf16x2(v[6], v[7]));
+  }
+}
+
 // Divides by the columns' sums and writes the piece out: to its place in the output, or to the partial results.
 __device__ inline void write_result(const Params& p, const Piece& piece, const Accumulators& acc, const Sums& sums,
                                     Shared& s) {
@@ -209,14 +230,10 @@ __device__ inline void write_result(const Params& p, const Piece& piece, const A
       float v[2 * LATENT_BLOCKS];
 #pragma unroll
       for (int i = 0; i < 2 * LATENT_BLOCKS; ++i) v[i] = acc[i / 2][4 * j + i % 2 * 2 + e] * factor;
-      if (piece.partial) {
-        *reinterpret_cast<uint4*>(piece.partial + column * LATENT + latent) = make_uint4(
-            pack_f16x2(v[0], v[1]), pack_f16x2(v[2], v[3]), pack_f16x2(v[4], v[5]), pack_f16x2(v[6], v[7]));
-      } else {
-        const i64 at = (row + column) * LATENT + latent;
-        store_four(p, at, v[0], v[1], v[2], v[3]);
-        store_four(p, at + 4, v[4], v[5], v[6], v[7]);
-      }
+      if (piece.partial)
+        *reinterpret_cast<uint4*>(piece.partial + column * LATENT + latent) = pack_eight_f16(v);
+      else
+        store_eight(p, (row + column) * LATENT + latent, v);
     }
 }
 
@@ -243,6 +260,7 @@ __device__ inline Turn compute_piece(const Params& p, const Piece& piece, Turn t
     Sums tile_sums;
     float highest = NEVER;
     if (mine && i >= 0) {
+      if (i == 0) raise_maximum(scores, scale, s);  // from NEVER
       highest = write_probabilities(scores, scale, s, tile_sums);
     } else if (!mine && i + 1 < piece.tiles) {
       barrier_wait(shared_address(&s.full[next.stage]), next.phase);
@@ -275,27 +293,36 @@ __device__ inline Turn compute_piece(const Params& p, const Piece& piece, Turn t
   return turn;
 }
 
+// Finds every block's part of the work once for all calls at the same lengths: the layers of a step.
+extern "C" __global__ void __launch_bounds__(THREADS, 1) mla_fp8_sm90_plan(const __grid_constant__ Params p) {
+  __shared__ SpanMemory memory;
+  const Span span = find_span(p, memory);
+  if (threadIdx.x == 0) p.spans[blockIdx.x] = span;
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS, 1) mla_fp8_sm90_attention(const __grid_constant__ Params p) {
   extern __shared__ __align__(128) unsigned char memory[];
   Shared& s = *reinterpret_cast<Shared*>(memory);
-  launch_dependents();
   if (threadIdx.x == 0) {
+    s.query_max = 0;
     for (int i = 0; i < STAGES; ++i) {
       barrier_init(shared_address(&s.full[i]), COPY_THREADS / 32);
       barrier_init(shared_address(&s.empty[i]), COMPUTE_THREADS / 32);
     }
     fence_for_engines();
   }
-  Span span = find_span(p, s.span);
+  wait_for_primary();
+  launch_dependents();
+  Span span = p.planned ? load_span(p) : find_span(p, s.span);
   Piece piece;
   if (threadIdx.x >= COMPUTE_THREADS) {
     give_registers<COPY_REGISTERS>();
     Turn turn;
-    while (next_piece(p, s.span, span, piece)) turn = copy_piece(p, piece, turn, s);
+    while (next_piece(p, span, piece)) turn = copy_piece(p, piece, turn, s);
   } else {
     take_registers<COMPUTE_REGISTERS>();
     Turn turn;
-    while (next_piece(p, s.span, span, piece)) turn = compute_piece(p, piece, turn, s);
+    while (next_piece(p, span, piece)) turn = compute_piece(p, piece, turn, s);
   }
 }
 
@@ -329,6 +356,18 @@ struct Mean {
   }
 };
 
+// Where nothing was cut, all that is still to write are the tokens that see nothing, for want of a request or of keys.
+__device__ inline void write_unseen(const Params& p) {
+  constexpr float NOTHING[8] = {};
+  for (int token = blockIdx.x; token < p.tokens; token += gridDim.x) {
+    const Request r = load_request(p, request_of(p, token));
+    if (token - r.first_token < r.tokens && r.kv_len > 0) continue;
+    const i64 row = static_cast<i64>(token) * p.heads;
+    for (int i = threadIdx.x; i < p.heads * LATENT / 8; i += blockDim.x) store_eight(p, row * LATENT + 8 * i, NOTHING);
+    for (int i = threadIdx.x; i < p.heads; i += blockDim.x) p.lse[row + i] = -infinity();
+  }
+}
+
 // Joins 512 / gridDim.y latents of every gridDim.x-th query row. Groups of threads take every n-th partial result.
 extern "C" __global__ void __launch_bounds__(COMBINE_THREADS) mla_fp8_sm90_combine(const __grid_constant__ Params p) {
   __shared__ Mean shared[COMBINE_THREADS];
@@ -340,9 +379,12 @@ extern "C" __global__ void __launch_bounds__(COMBINE_THREADS) mla_fp8_sm90_combi
     const int row = out_row - r.first_token * p.heads;
     const int kv_tiles = row < r.tokens * p.heads ? r.kv_tiles() : 0;  // a token of no request is one of an empty one
     wait_for_primary();
-    const Schedule schedule = {p.schedule[p.batch], p.schedule[p.batch + 1]};
-    if (schedule.quota == UNCUT) return;
-    const int item = p.schedule[request] + row / ROWS * schedule.item_tiles(kv_tiles);
+    const Schedule schedule = {p.first[p.batch], p.first[p.batch + 1]};
+    if (schedule.quota == UNCUT) {
+      if (blockIdx.y == 0) write_unseen(p);
+      return;
+    }
+    const int item = p.first[request] + row / ROWS * schedule.item_tiles(kv_tiles);
     const Parts parts(schedule.quota, item, kv_tiles);
     if (parts.count == 1) continue;  // written by its only block
 

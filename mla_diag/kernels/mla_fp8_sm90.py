@@ -17,13 +17,13 @@ import torch
 # Relative, because a copy beside SGLang's backends lies in another package.
 from .mla_fp8_cuda import CudaError, Kernel, Module, build
 
-__all__ = ["TILES", "Tile", "mla_fp8_sm90", "unavailable", "workspace_bytes"]
+__all__ = ["TILES", "Schedule", "Tile", "mla_fp8_sm90", "mla_sm90_schedule", "unavailable", "workspace_bytes"]
 
 SOURCE = Path(__file__).with_suffix(".cu")
 LATENT, ROPE = 512, 64
 WIDTH = LATENT + ROPE
-_SCHEDULE_BYTES = 12 * 16 + 512 * 8 + 24  # of `SpanMemory`: totals of 12 warps, 512 items; and of a word before it
 _THREADS = 384  # of a block of the attention kernel
+_SPAN_BYTES = 48  # of the kernel's `Span`
 _TOKENS, _ROW_STRIDE = 64, WIDTH + 32  # pool rows of a tile, and bytes from one to the next in shared memory
 _DTYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 
@@ -42,18 +42,19 @@ class Tile:
 
     @property
     def shared_bytes(self) -> int:
-        """Shared memory of a block: the kernel's `Shared`, whose size the build checks against this."""
+        """Shared memory of a block: the kernel's `Shared`, of which the build checks that it is no larger."""
         pool = self.stages * _TOKENS * _ROW_STRIDE
         query = WIDTH * self.rows * 2
         probabilities = 2 * _TOKENS * self.rows * 2
         columns = 11 * self.rows * 4
-        barriers, schedule = 16 * self.stages, _SCHEDULE_BYTES
-        return -(-(pool + query + probabilities + columns + barriers + schedule) // 128) * 128
+        barriers, span = 16 * self.stages, 256
+        return -(-(pool + query + probabilities + columns + barriers + span) // 128) * 128
 
     @property
     def defines(self) -> dict[str, int]:
         """The macros that the source is built with."""
-        return {"ROWS": self.rows, "STAGES": self.stages, "SHARED_BYTES": self.shared_bytes}
+        sizes = {"SHARED_BYTES": self.shared_bytes, "SPAN_BYTES": _SPAN_BYTES, "PARAMS_BYTES": ctypes.sizeof(_Params)}
+        return {"ROWS": self.rows, "STAGES": self.stages} | sizes
 
 
 # As many stages as fit beside the query: they cover the memory's latency. Of 16 rows two blocks with two stages each
@@ -66,12 +67,12 @@ class _Params(ctypes.Structure):
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("q_nope", "q_rope", "pool", "out", "lse")),
-        *((name, ctypes.c_void_p) for name in ("partial", "partial_lse", "schedule")),
+        *((name, ctypes.c_void_p) for name in ("partial", "partial_lse", "spans", "items", "first")),
         *((name, ctypes.c_void_p) for name in ("qo_indptr", "kv_indptr", "kv_lens", "pages")),
         *((name, ctypes.c_int64) for name in ("q_nope_token", "q_nope_head", "q_rope_token", "q_rope_head")),
         *((name, ctypes.c_int64) for name in ("pool_row", "pages_row")),
         *((name, ctypes.c_int) for name in ("tokens", "batch", "heads", "page_size", "causal")),
-        *((name, ctypes.c_int) for name in ("q_type", "out_type", "blocks")),
+        *((name, ctypes.c_int) for name in ("q_type", "out_type", "blocks", "block_items", "planned")),
         *((name, ctypes.c_float) for name in ("score_scale", "value_scale", "lse_scale")),
     )
 
@@ -100,11 +101,76 @@ def choose_tile(tokens: int, heads: int, batch: int) -> Tile:
     return TILES[next((height for height in TILES if rows <= height), 64)]
 
 
-def workspace_bytes(batch: int, device: torch.device | int | None = None) -> int:
-    """Size of the workspace for calls of up to `batch` requests: about 17 MB on an H200."""
-    multiprocessors = int(torch.cuda.get_device_properties(_index(device)).multi_processor_count)
-    rows = 2 * multiprocessors * max(TILES)
-    return rows * (LATENT * 2 + 4) + (batch + 2) * 4
+@dataclass(frozen=True)
+class Schedule:
+    """Which block does what at given lengths; see `mla_sm90_schedule`.
+
+    Attributes:
+        plan: int32 on the device: the blocks' spans, their whole items, and where each request's items begin.
+        tile: the tile shape it was made for.
+        work: query tokens, heads and requests of the calls it serves.
+    """
+
+    plan: torch.Tensor
+    tile: Tile
+    work: tuple[int, int, int]
+
+
+def workspace_bytes(device: torch.device | int | None = None) -> int:
+    """Size of a workspace that serves every call on `device`: 17 MB on an H200."""
+    return _partial_rows(max(TILES), _multiprocessors(_index(device))) * (LATENT * 2 + 4)
+
+
+def mla_sm90_schedule(
+    heads: int,
+    *,
+    kv_indptr: torch.Tensor | None = None,
+    kv_lens: torch.Tensor | None = None,
+    qo_indptr: torch.Tensor | None = None,
+    tokens: int | None = None,
+    tile: Tile | None = None,
+) -> Schedule:
+    """Plan a step on the device, for all its layers; the arguments are those of `mla_fp8_sm90`.
+
+    A call without a schedule finds its part of the work by itself, which takes a microsecond or two.
+
+    Args:
+        heads: query heads.
+        kv_indptr: [B + 1] int32; the lengths, where `kv_lens` is absent.
+        kv_lens: [B] int32.
+        qo_indptr: [B + 1] int32 in extend.
+        tokens: query tokens, in extend.
+        tile: tile shape in place of `choose_tile`'s.
+
+    Returns:
+        A schedule that is valid until a length changes. Recorded in a CUDA graph, it is made anew by every replay.
+
+    Raises:
+        ValueError: there are no lengths, or `qo_indptr` comes without `tokens`.
+        CudaError: the kernel cannot be built or launched here.
+    """
+    lengths = kv_lens if kv_lens is not None else kv_indptr
+    _require(lengths is not None, "a schedule needs kv_lens or kv_indptr")
+    assert lengths is not None
+    _require((qo_indptr is None) == (tokens is None), "qo_indptr and tokens go together")
+    _check_int32(kv_indptr=kv_indptr, kv_lens=kv_lens, qo_indptr=qo_indptr)
+    batch = lengths.numel() - (kv_lens is None)
+    work = (batch if tokens is None else tokens, heads, batch)
+    tile = choose_tile(*work) if tile is None else tile
+    schedule = _room_for_schedule(tile, work, lengths.device)
+    if min(work) > 0:
+        kernels = _kernels(tile, _index(lengths.device))
+        params = _Params(
+            kv_indptr=_address(kv_indptr),
+            kv_lens=_address(kv_lens),
+            qo_indptr=_address(qo_indptr),
+            causal=qo_indptr is not None,
+            **_describe(schedule, kernels.blocks),
+        )
+        with torch.cuda.device(lengths.device):
+            stream = torch.cuda.current_stream().cuda_stream
+            kernels.plan.launch((kernels.blocks, 1, 1), _THREADS, stream, params)
+    return schedule
 
 
 def mla_fp8_sm90(
@@ -124,6 +190,7 @@ def mla_fp8_sm90(
     out: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,
     natural_lse: bool = False,
+    schedule: Schedule | None = None,
     workspace: torch.Tensor | None = None,
     tile: Tile | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -153,12 +220,13 @@ def mla_fp8_sm90(
         out: [T, H, 512] to write into, contiguous; BF16, FP16 or float32.
         lse: [T, H] float32, contiguous, to write into.
         natural_lse: whether the log-sum-exp is natural (FlashAttention) rather than base 2 (FlashInfer).
+        schedule: from `mla_sm90_schedule` at these very lengths.
         workspace: at least `workspace_bytes(...)` bytes of `uint8`, not shared with a call that may run at the same
             time; allocated when absent.
-        tile: tile shape in place of `choose_tile`'s.
+        tile: tile shape in place of `choose_tile`'s, where there is no schedule.
 
     Returns:
-        `out` and `lse`. Tokens that see no key get zeros and minus infinity.
+        `out` and `lse`. Tokens that see no key, or that `qo_indptr` gives no request, get zeros and minus infinity.
 
     Raises:
         ValueError: shapes, dtypes, strides or the combination of arguments do not fit.
@@ -183,22 +251,26 @@ def mla_fp8_sm90(
     pool_row = _row_stride(pool)
     if tokens == 0 or batch == 0:
         return out, lse
-    tile = choose_tile(tokens, heads, batch) if tile is None else tile
-    attention, combine, blocks = _kernels(tile, _index(device))
-    size = workspace_bytes(batch, device)
+    work = (tokens, heads, batch)
+    planned = schedule is not None
+    if schedule is None:
+        schedule = _room_for_schedule(choose_tile(*work) if tile is None else tile, work, device)
+    _require(schedule.work == work, f"the schedule is for (tokens, heads, requests) {schedule.work}, not {work}")
+    tile = schedule.tile
+    kernels = _kernels(tile, _index(device))
+    blocks = kernels.blocks
+    rows = _partial_rows(tile.rows, blocks)
+    size = rows * (LATENT * 2 + 4)
     workspace = torch.empty(size, dtype=torch.uint8, device=device) if workspace is None else workspace
     _require(workspace.nbytes >= size and workspace.data_ptr() % 16 == 0, f"workspace must have {size} aligned bytes")
-    partial = workspace.data_ptr()
-    partial_lse = partial + 2 * blocks * tile.rows * LATENT * 2
     params = _Params(
         q_nope=nope.data_ptr(),
         q_rope=rope.data_ptr(),
         pool=pool.data_ptr(),
         out=out.data_ptr(),
         lse=lse.data_ptr(),
-        partial=partial,
-        partial_lse=partial_lse,
-        schedule=partial_lse + 2 * blocks * tile.rows * 4,
+        partial=workspace.data_ptr(),
+        partial_lse=workspace.data_ptr() + rows * LATENT * 2,
         qo_indptr=_address(qo_indptr),
         kv_indptr=None if page_table is not None else _address(kv_indptr),
         kv_lens=_address(kv_lens),
@@ -209,40 +281,80 @@ def mla_fp8_sm90(
         q_rope_head=rope.stride(1),
         pool_row=pool_row,
         pages_row=0 if page_table is None else page_table.stride(0),
-        tokens=tokens,
-        batch=batch,
-        heads=heads,
         page_size=page_size,
         causal=causal and qo_indptr is not None,
         q_type=_DTYPES[nope.dtype],
         out_type=_DTYPES[out.dtype],
-        blocks=blocks,
+        planned=planned,
         score_scale=sm_scale * kv_scale,
         value_scale=kv_scale,
         lse_scale=0.6931471805599453 if natural_lse else 1.0,
+        **_describe(schedule, blocks),
     )
     # Few rows are cut into up to 8 parts of their 512 latents, to keep the device busy.
     slices = next((n for n in (1, 2, 4) if tokens * heads * n >= 2 * blocks), 8)
     with torch.cuda.device(device):
         stream = torch.cuda.current_stream().cuda_stream
-        attention.launch((blocks, 1, 1), _THREADS, stream, params)
-        rows = min(tokens * heads, 16 * blocks)  # as many blocks as run at once: each can take several rows
-        combine.launch((rows, slices, 1), 128 if slices == 1 else 256, stream, params, overlap=True)
+        kernels.attention.launch((blocks, 1, 1), _THREADS, stream, params, overlap=True)
+        joined = min(tokens * heads, 16 * blocks)  # as many blocks as run at once: each can take several rows
+        kernels.combine.launch((joined, slices, 1), 128 if slices == 1 else 256, stream, params, overlap=True)
     return out, lse
 
 
+@dataclass(frozen=True)
+class _Kernels:
+    """The kernels of a tile shape, loaded on a device, and how many blocks work there: one a multiprocessor."""
+
+    plan: Kernel
+    attention: Kernel
+    combine: Kernel
+    blocks: int
+
+
 @functools.cache
-def _kernels(tile: Tile, device: int) -> tuple[Kernel, Kernel, int]:
-    """The attention and combine kernels of a tile shape, and how many blocks the first gets: one a multiprocessor."""
+def _kernels(tile: Tile, device: int) -> _Kernels:
     with torch.cuda.device(device):
         torch.cuda.current_stream().synchronize()  # makes the device's context current, for the module to load into
         module = Module(build(SOURCE, "sm_90a", tile.defines))
-    multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
-    return (
+    return _Kernels(
+        module.kernel("mla_fp8_sm90_plan"),
         module.kernel("mla_fp8_sm90_attention", tile.shared_bytes),
         module.kernel("mla_fp8_sm90_combine"),
-        multiprocessors,
+        _multiprocessors(device),
     )
+
+
+@functools.cache
+def _multiprocessors(device: int) -> int:
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+def _partial_rows(rows: int, blocks: int) -> int:
+    """How many rows of partial results there can be: two tiles a block."""
+    return 2 * blocks * rows
+
+
+def _block_items(tile: Tile, work: tuple[int, int, int], blocks: int) -> int:
+    """How many whole items a block can get."""
+    tokens, heads, batch = work
+    return -(-(tokens * heads // tile.rows + batch) // blocks)
+
+
+def _room_for_schedule(tile: Tile, work: tuple[int, int, int], device: torch.device) -> Schedule:
+    """A schedule that has still to be written."""
+    blocks = _multiprocessors(_index(device))
+    numbers = blocks * (_SPAN_BYTES // 4 + 2 * _block_items(tile, work, blocks)) + work[2] + 2
+    return Schedule(torch.empty(numbers, dtype=torch.int32, device=device), tile, work)
+
+
+def _describe(schedule: Schedule, blocks: int) -> dict[str, int]:
+    """The kernel's parameters that tell of a schedule: `_Params` by name."""
+    tokens, heads, batch = schedule.work
+    block_items = _block_items(schedule.tile, schedule.work, blocks)
+    spans = schedule.plan.data_ptr()
+    items = spans + blocks * _SPAN_BYTES
+    sizes = {"tokens": tokens, "heads": heads, "batch": batch, "blocks": blocks, "block_items": block_items}
+    return {"spans": spans, "items": items, "first": items + blocks * block_items * 8} | sizes
 
 
 def _index(device: torch.device | int | None) -> int:
@@ -300,10 +412,13 @@ def _check_addressing(
     _require(csr != (page_table is not None), "give kv_indptr and kv_indices, or page_table")
     _require(page_size >= 1, f"page_size must be at least 1, not {page_size}")
     _require(kv_lens is not None or (csr and page_size == 1), "kv_lens is needed with a page table or larger pages")
-    named = {"kv_indptr": kv_indptr, "kv_indices": kv_indices, "kv_lens": kv_lens, "qo_indptr": qo_indptr}
-    for name, tensor in named.items():
-        if tensor is not None:
-            _require(tensor.dtype == torch.int32 and tensor.is_contiguous(), f"{name} must be contiguous int32")
+    _check_int32(kv_indptr=kv_indptr, kv_indices=kv_indices, kv_lens=kv_lens, qo_indptr=qo_indptr)
     if page_table is not None:
         fits = page_table.dtype == torch.int32 and page_table.ndim == 2 and page_table.stride(1) == 1
         _require(fits, "page_table must be [B, max_pages] int32, rows contiguous")
+
+
+def _check_int32(**tensors: torch.Tensor | None) -> None:
+    for name, tensor in tensors.items():
+        if tensor is not None:
+            _require(tensor.dtype == torch.int32 and tensor.is_contiguous(), f"{name} must be contiguous int32")

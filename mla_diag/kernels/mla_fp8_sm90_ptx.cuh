@@ -49,6 +49,19 @@ __device__ inline float2 unpack_bf16x2(u32 pair) {
   return make_float2(__uint_as_float(pair << 16), __uint_as_float(pair & 0xffff0000u));
 }
 
+// Exact for a power of two.
+__device__ inline u32 multiply_bf16x2(u32 a, u32 b) {
+  u32 pair;
+  asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(pair) : "r"(a), "r"(b));
+  return pair;
+}
+
+__device__ inline u32 max_u16x2(u32 a, u32 b) {
+  u32 pair;
+  asm("max.u16x2 %0, %1, %2;" : "=r"(pair) : "r"(a), "r"(b));
+  return pair;
+}
+
 __device__ inline float exp2_approx(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));

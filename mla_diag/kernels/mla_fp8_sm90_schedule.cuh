@@ -6,11 +6,25 @@ constexpr int LATENT = 512, ROPE = 64, WIDTH = LATENT + ROPE;
 constexpr int TOKENS = 64;  // of one KV tile: the 64 rows of one wgmma
 constexpr int COMPUTE_THREADS = 256, COPY_THREADS = 128, THREADS = COMPUTE_THREADS + COPY_THREADS;
 constexpr float LOG2E = 1.4426950408889634f;
-constexpr int PIECE_COST = 4;    // what a second piece costs a block, in tiles
-constexpr int MOST_ITEMS = 512;  // whole items that a block can have
-constexpr int UNCUT = 1 << 30;   // the quota where items are whole: one that none exceeds
+constexpr int PIECE_COST = 4;   // what a second piece costs a block, in tiles
+constexpr int UNCUT = 1 << 30;  // the quota where items are whole: one that none exceeds
 
 enum Type { BF16, FP16, FP32 };
+
+struct Request {
+  int first_token, tokens, kv_len;
+  i64 start;  // of its pages among all
+
+  __device__ int row_tiles(int heads) const { return (tokens * heads + ROWS - 1) / ROWS; }
+  __device__ int kv_tiles() const { return (kv_len + TOKENS - 1) / TOKENS; }
+};
+
+// What is left of a block's part of the work: `left` tiles from `offset` in `request` on, with items of `padded` tiles
+// if that is not zero; or, where `request` is below zero, whole items: `left` from number `offset` of the list on.
+struct alignas(16) Span {
+  int request, offset, left, padded;
+  Request now;  // the one it stands at, if its items are not whole
+};
 
 // As mla_fp8_sm90.py passes them; qo_indptr and one of kv_indptr and kv_lens may be null.
 struct Params {
@@ -20,28 +34,21 @@ struct Params {
   float* lse;                             // [tokens, heads]
   unsigned short* partial;                // [2 * blocks, ROWS, 512] fp16, averages of pool numbers: at most 448
   float* partial_lse;                     // [2 * blocks, ROWS], base 2
-  int* schedule;                          // [batch + 2]: where each request's first item starts; a Schedule
+  Span* spans;                            // [blocks], if planned: made by mla_fp8_sm90_plan at these lengths
+  int2* items;                            // [blocks, block_items]: (request, row tile) of whole items
+  int* first;                             // [batch + 2]: where each request's first item starts; quota; padded
   const int *qo_indptr, *kv_indptr, *kv_lens, *pages;
   i64 q_nope_token, q_nope_head, q_rope_token, q_rope_head, pool_row, pages_row;  // strides, in elements
-  int tokens, batch, heads, page_size, causal, q_type, out_type, blocks;
+  int tokens, batch, heads, page_size, causal, q_type, out_type, blocks, block_items, planned;
   float score_scale, value_scale, lse_scale;
-};
-
-struct Request {
-  int first_token, tokens, kv_len;
-  const int* pages;
-
-  __device__ int row_tiles(int heads) const { return (tokens * heads + ROWS - 1) / ROWS; }
-  __device__ int kv_tiles() const { return (kv_len + TOKENS - 1) / TOKENS; }
 };
 
 __device__ inline Request load_request(const Params& p, int request) {
   Request r;
   r.first_token = p.qo_indptr ? p.qo_indptr[request] : request;
   r.tokens = p.qo_indptr ? p.qo_indptr[request + 1] - r.first_token : 1;
-  const i64 start = p.kv_indptr ? p.kv_indptr[request] : request * p.pages_row;
-  r.kv_len = p.kv_lens ? p.kv_lens[request] : p.kv_indptr[request + 1] - static_cast<int>(start);
-  r.pages = p.pages + start;
+  r.start = p.kv_indptr ? p.kv_indptr[request] : request * p.pages_row;
+  r.kv_len = p.kv_lens ? p.kv_lens[request] : p.kv_indptr[request + 1] - static_cast<int>(r.start);
   return r;
 }
 
@@ -75,10 +82,12 @@ struct Work {
   }
 };
 
+__device__ inline int padded_tiles(int kv_tiles, int padded) { return kv_tiles && padded ? padded : kv_tiles; }
+
 // An item is a (request, row tile) with tokens to see. All items are laid end to end and cut every `quota` tiles. Cut
 // evenly, most blocks get the end of one item and the start of the next, and pay twice for a query and a result. So
 // when lengths are about equal each item is padded to `padded` tiles, a multiple of the quota, and no block gets two.
-// Where there are more items than blocks, each gets up to `whole` of them and nothing is cut or combined, unless some
+// Where blocks are too few for two an item, each gets up to `whole` items and nothing is cut or combined, unless some
 // blocks would then have much more to do than others. Even cuts are not even in extend, where early rows see less.
 struct Schedule {
   int quota, padded, whole;
@@ -86,18 +95,19 @@ struct Schedule {
   __device__ static Schedule of(int blocks, const Work& work) {
     const Schedule even = {(work.tiles + blocks - 1) / blocks, 0, 0};
     if (work.items == 0) return even;
-    if (work.items > blocks) {
+    const int parts = blocks / work.items;
+    if (parts <= 1) {
       const int each = (work.items + blocks - 1) / blocks;
       const float seen = static_cast<float>(work.tiles - work.unseen) / work.tiles;
-      if (each > MOST_ITEMS || each * work.longest * seen > even.quota + PIECE_COST) return even;
+      if (each * work.longest * seen > even.quota + PIECE_COST) return even;
       return {UNCUT, 0, each};
     }
-    const int parts = blocks / work.items, part = (work.longest + parts - 1) / parts;
+    const int part = (work.longest + parts - 1) / parts;
     if (part > even.quota + PIECE_COST) return even;
     return {part, (work.longest + part - 1) / part * part, 0};
   }
 
-  __device__ int item_tiles(int kv_tiles) const { return kv_tiles && padded ? padded : kv_tiles; }
+  __device__ int item_tiles(int kv_tiles) const { return padded_tiles(kv_tiles, padded); }
 };
 
 // The blocks that worked on an item, each of which left its part in a slot of the partial results. A block has two
@@ -113,18 +123,10 @@ struct Parts {
   __device__ int slot(int part) const { return slot(first_block + part, part == 0); }
 };
 
-// What is left of a block's part of the work: `left` tiles from `offset` in `request` on or, where items are whole,
-// `left` items from number `offset` of its list on.
-struct Span {
-  int request, offset, left;
-};
-
-// What the threads of a block share: its part of the work. It is kept here for want of registers.
+// What the threads of a block share in find_span.
 struct SpanMemory {
   Work warp_total[THREADS / 32];
-  Schedule schedule;
-  int2 items[MOST_ITEMS];  // (request, row tile)
-  int request, offset;
+  Span span;
 };
 
 // Where a block's whole items are in the order of all: neighbouring blocks have neighbouring items at the same time, so
@@ -180,45 +182,57 @@ __device__ inline Span find_span(const Params& p, SpanMemory& s) {
     all.longest = max(all.longest, total.longest);
   }
   const Schedule schedule = Schedule::of(p.blocks, all);
-  const int block = blockIdx.x, start = schedule.whole ? 0 : block * schedule.quota;
+  const int block = blockIdx.x;
   const int total = schedule.padded ? all.items * schedule.padded : all.tiles;
+  const i64 start = static_cast<i64>(block) * schedule.quota;
   int first = schedule.padded ? items_before * schedule.padded : tiles_before;
 #pragma unroll 1
   for (int i = begin; i < end; ++i) {
     const Request r = load_request(p, i);
     const int row_tiles = r.kv_tiles() ? r.row_tiles(p.heads) : 0;
     const int next = first + row_tiles * schedule.item_tiles(r.kv_tiles());
-    if (first <= start && start < next) s.request = i, s.offset = start - first;
-    if (schedule.whole) Rounds(schedule, all.items).list(block, i, items_before, row_tiles, s.items);
-    if (block == 0) p.schedule[i] = first;
+    if (schedule.whole)
+      Rounds(schedule, all.items).list(block, i, items_before, row_tiles, p.items + block * p.block_items);
+    else if (first <= start && start < next)
+      s.span = {i, static_cast<int>(start) - first, min(schedule.quota, total - static_cast<int>(start)),
+                schedule.padded, r};
+    if (block == 0) p.first[i] = first;
     first = next, items_before += row_tiles;
   }
   if (threadIdx.x == 0) {
-    s.schedule = schedule;
-    if (block == 0) p.schedule[p.batch] = schedule.quota, p.schedule[p.batch + 1] = schedule.padded;
+    if (schedule.whole)
+      s.span = {-1, block * p.block_items, Rounds(schedule, all.items).count(block), 0, {}};
+    else if (start >= total)
+      s.span = {};
+    if (block == 0) p.first[p.batch] = schedule.quota, p.first[p.batch + 1] = schedule.padded;
   }
   __syncthreads();
-  if (schedule.whole) return {0, 0, Rounds(schedule, all.items).count(block)};
-  return {s.request, s.offset, min(schedule.quota, total - start)};
+  return s.span;
+}
+
+// The span that mla_fp8_sm90_plan found, which has not been told how far the rows of a page table lie apart.
+__device__ inline Span load_span(const Params& p) {
+  Span span = p.spans[blockIdx.x];
+  if (!p.kv_indptr) span.now.start = span.request * p.pages_row;
+  return span;
 }
 
 // Gives the next piece of a span, or returns false at its end.
-__device__ inline bool next_piece(const Params& p, const SpanMemory& s, Span& span, Piece& piece) {
+__device__ inline bool next_piece(const Params& p, Span& span, Piece& piece) {
   int row_tile, kv_tiles, tiles;
   do {
     if (span.left <= 0) return false;
-    if (s.schedule.whole) {
-      const int2 item = s.items[span.offset++];
+    if (span.request < 0) {
+      const int2 item = p.items[span.offset++];
       --span.left;
-      piece.request = load_request(p, item.x);
-      piece.begin = 0, row_tile = item.y, tiles = kv_tiles = piece.request.kv_tiles();
+      span.now = load_request(p, item.x);
+      piece.begin = 0, row_tile = item.y, tiles = kv_tiles = span.now.kv_tiles();
       break;
     }
-    piece.request = load_request(p, span.request);
-    kv_tiles = piece.request.kv_tiles();
-    const int item_tiles = s.schedule.item_tiles(kv_tiles);
-    if (span.offset >= piece.request.row_tiles(p.heads) * item_tiles) {
-      ++span.request, span.offset = 0, tiles = 0;
+    kv_tiles = span.now.kv_tiles();
+    const int item_tiles = padded_tiles(kv_tiles, span.padded);
+    if (span.offset >= span.now.row_tiles(p.heads) * item_tiles) {
+      span.now = load_request(p, ++span.request), span.offset = 0, tiles = 0;
       continue;
     }
     row_tile = span.offset / item_tiles, piece.begin = span.offset % item_tiles;
@@ -226,6 +240,7 @@ __device__ inline bool next_piece(const Params& p, const SpanMemory& s, Span& sp
     tiles = min(kv_tiles - piece.begin, taken);  // the rest is padding
     span.offset += taken, span.left -= taken;
   } while (tiles <= 0);
+  piece.request = span.now;
   piece.first_row = row_tile * ROWS;
   piece.rows = min(ROWS, piece.request.tokens * p.heads - piece.first_row);
   const int seen_by_any = piece.visible(p, piece.first_row + piece.rows - 1);

@@ -19,10 +19,9 @@ struct alignas(128) Shared {
   float maximum[ROWS], factor[ROWS];             // a column's reference point; what its results are multiplied by
   int limit[ROWS];                               // how many tokens a column sees
   u64 full[STAGES], empty[STAGES];               // barriers: a pool tile has been copied, has been used
-  u32 query_max;
+  u32 query_max;  // the bits of the query's largest value
   SpanMemory span;
 };
-static_assert(sizeof(Shared) <= SHARED_BYTES, "the launch asks for less shared memory than the kernel uses");
 
 // Place -> token within each 8 tokens of a tile. Half a warp reads 32 bytes each of four tokens: those of four
 // neighbouring places for the scores, of four even or four odd places for the values. In this order either four differ
@@ -37,57 +36,74 @@ struct Turn {
   __device__ Turn next() const { return stage + 1 < STAGES ? Turn{stage + 1, phase} : Turn{0, phase ^ 1}; }
 };
 
+// Each computing warp brings 8 rows of Q, and of those every SHARE-th block of 64 values: it looks its rows up once.
+constexpr int SHARE = 8 / COLUMNS, QUERY_BLOCKS = (WIDTH / 64 + SHARE - 1) / SHARE;
+using QueryPart = u32[QUERY_BLOCKS][8];  // a thread's pairs of values: eight in a row, and the same 32 further, a block
+
+__device__ inline int query_block(int i) { return i * SHARE + (SHARE == 1 ? 0 : threadIdx.x / 32 / COLUMNS); }
+
+// Stores a thread's part of Q, multiplied by a power of two, as fp16.
+template <int Type>
+__device__ inline void store_query(const QueryPart& pairs, float scale, Shared& s) {
+  const int column = threadIdx.x / 32 % COLUMNS, row = threadIdx.x % 32 / 4, quad = threadIdx.x % 4;
+  const u32 scales = pack_bf16x2(scale, scale);
+#pragma unroll
+  for (int i = 0; i < QUERY_BLOCKS; ++i) {
+    const int block = query_block(i);
+    if (block >= WIDTH / 64) continue;
+#pragma unroll
+    for (int k = 0; k < 8; ++k) {
+      float2 v;
+      if constexpr (Type == BF16) {
+        v = unpack_bf16x2(multiply_bf16x2(pairs[i][k], scales));
+      } else {
+        v = unpack_f16x2(pairs[i][k]);
+        v.x *= scale, v.y *= scale;
+      }
+      s.q[block * 4 + k / 2][k % 2][column][row][quad] = pack_f16x2(v.x, v.y);
+    }
+  }
+}
+
 // Brings Q to shared memory. The order of k within a dot product is free, so in `score` a thread holds 8 neighbouring
 // values of a token, as it reads them, which are two k-steps; Q is stored to match. It is multiplied by a power of two
 // that brings its largest value near 2^15: a bf16 query may exceed fp16's range. Returns the factor that turns a dot
 // product into a base-2 logit.
 __device__ inline float load_query(const Params& p, const Piece& piece, Shared& s) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, row_in_block = lane / 4, quad = lane % 4;
-  constexpr int UNITS = 9 * COLUMNS, EACH = (UNITS + 7) / 8;  // of 8 rows x 64 values
-  auto unpack = [&](u32 pair) { return p.q_type == FP16 ? unpack_f16x2(pair) : unpack_bf16x2(pair); };
-  u32 pairs[EACH][8];
+  const int row = 8 * (warp % COLUMNS) + row_in_block, row_of_request = piece.first_row + row;
+  const i64 token = piece.request.first_token + row_of_request / p.heads, head = row_of_request % p.heads;
+  const unsigned short* nope = p.q_nope + token * p.q_nope_token + head * p.q_nope_head + 8 * quad;
+  const unsigned short* rope = p.q_rope + token * p.q_rope_token + head * p.q_rope_head + 8 * quad;
+  QueryPart pairs;
 #pragma unroll
-  for (int i = 0; i < EACH; ++i) {
-    const int unit = warp + 8 * i, row = piece.first_row + unit / 9 * 8 + row_in_block, block = unit % 9;
+  for (int i = 0; i < QUERY_BLOCKS; ++i) {
+    const int block = query_block(i);
     uint4 a = make_uint4(0, 0, 0, 0), b = a;
-    if (unit < UNITS && row < piece.first_row + piece.rows) {
-      const int token = piece.request.first_token + row / p.heads, head = row % p.heads;
-      const unsigned short* q = block < 8 ? p.q_nope + token * p.q_nope_token + head * p.q_nope_head + 64 * block
-                                          : p.q_rope + token * p.q_rope_token + head * p.q_rope_head;
-      a = *reinterpret_cast<const uint4*>(q + 8 * quad);
-      b = *reinterpret_cast<const uint4*>(q + 8 * quad + 32);
+    if (block < WIDTH / 64 && row < piece.rows) {
+      const unsigned short* q = block < 8 ? nope + 64 * block : rope;
+      a = *reinterpret_cast<const uint4*>(q);
+      b = *reinterpret_cast<const uint4*>(q + 32);
     }
     pairs[i][0] = a.x, pairs[i][1] = a.y, pairs[i][2] = a.z, pairs[i][3] = a.w;
     pairs[i][4] = b.x, pairs[i][5] = b.y, pairs[i][6] = b.z, pairs[i][7] = b.w;
   }
-  if (threadIdx.x == 0) s.query_max = 0;
-  sync_threads<1, COMPUTE_THREADS>();
-  u32 largest = 0;
+  // Without their signs, bf16 and fp16 alike are in the order of their bits.
+  u32 two = 0;
 #pragma unroll
-  for (int i = 0; i < EACH; ++i)
+  for (int i = 0; i < QUERY_BLOCKS; ++i)
 #pragma unroll
-    for (int k = 0; k < 8; ++k) {
-      const float2 v = unpack(pairs[i][k]);
-      largest = max(largest, max(__float_as_uint(fabsf(v.x)), __float_as_uint(fabsf(v.y))));
-    }
-  largest = __reduce_max_sync(~0u, largest);
+    for (int k = 0; k < 8; ++k) two = max_u16x2(two, pairs[i][k] & 0x7fff7fffu);
+  const u32 largest = __reduce_max_sync(~0u, max(two & 0xffffu, two >> 16));
   if (lane == 0) atomicMax(&s.query_max, largest);
   sync_threads<1, COMPUTE_THREADS>();
-  const int exponent = static_cast<int>(s.query_max >> 23) - 127;
+  const int exponent = static_cast<int>(p.q_type == FP16 ? (s.query_max >> 10) - 15 : (s.query_max >> 7) - 127);
   const int shift = exponent == 128 ? 0 : min(14 - exponent, 126);  // an infinite or NaN query stays one
   const float scale = __uint_as_float(static_cast<u32>(127 + shift) << 23);
-#pragma unroll
-  for (int i = 0; i < EACH; ++i) {
-    const int unit = warp + 8 * i;
-    if (unit >= UNITS) continue;
-#pragma unroll
-    for (int k = 0; k < 8; ++k) {
-      const float2 v = unpack(pairs[i][k]);
-      s.q[unit % 9 * 4 + k / 2][k % 2][unit / 9][row_in_block][quad] = pack_f16x2(v.x * scale, v.y * scale);
-    }
-  }
+  p.q_type == FP16 ? store_query<FP16>(pairs, scale, s) : store_query<BF16>(pairs, scale, s);
   fence_for_engines();
   sync_threads<1, COMPUTE_THREADS>();
+  if (threadIdx.x == 0) s.query_max = 0;  // for the next piece
   return p.score_scale * LOG2E / scale;
 }
 

@@ -140,7 +140,8 @@ def mla_fp8_plan(
     """Cut the keys of each request into pieces and write down who does what: ROWS work items and ROWS groups.
 
     An item is one tile of columns against one piece: request, tile, first key, end, slot for the result (-1: none, the
-    only piece). A group is one tile: request, tile, first slot, pieces.
+    only piece). A group is one tile: request, tile, first slot, pieces. Groups past the requests' are of the query
+    tokens that no request has, in no pieces, and their request is `batch`.
 
     Pieces are as small as the room for items allows, sought between an even share of the work for each of `slots`
     programs and what always fits. The room is `slots`; a batch that fills the card by itself may still hold one long
@@ -186,23 +187,23 @@ def mla_fp8_plan(
     ends = tl.cumsum(tiles, 0)
     request = tl.sum((ends[None, :] <= row[:, None]).to(tl.int32), 1)
     hit = requests[None, :] == request[:, None]
-    tile = row - _pick(ends - tiles, hit)
+    tile = row - tl.where(request < batch, _pick(ends - tiles, hit), whole)
     n_pieces = _pick(pieces, hit)
     group = groups + row * GROUP_FIELDS
     here = row < groups_size
-    tl.store(group, tl.minimum(request, batch - 1), mask=here)
+    tl.store(group, tl.minimum(request, batch), mask=here)
     tl.store(group + 1, tile, mask=here)
     tl.store(group + 2, _pick(first_slot, hit) + tile * n_pieces, mask=here)
     tl.store(group + 3, tl.where(request < batch, n_pieces, 0), mask=here)
 
 
 @triton.jit
-def _columns(index, tile, request, qo_indptr, heads, BLOCK_H: tl.constexpr, EXTEND: tl.constexpr):
-    """Token, head and existence of a tile's columns."""
+def _columns(index, tile, request, end, qo_indptr, heads, BLOCK_H: tl.constexpr, EXTEND: tl.constexpr):
+    """Token, head and existence of a tile's columns, of which in extend those of tokens from `end` on do not exist."""
     column = tile * BLOCK_H + index
     if EXTEND:
         token = tl.load(qo_indptr + request) + column // heads
-        return token.to(tl.int64), column % heads, token < tl.load(qo_indptr + request + 1)
+        return token.to(tl.int64), column % heads, token < end
     return (request + index * 0).to(tl.int64), column, column < heads
 
 
@@ -249,7 +250,8 @@ def mla_fp8_attention(
     # The latent comes in halves, so that the registers of one are free again when the other is due.
     half = tl.arange(0, HALF)
     rope = tl.arange(0, ROPE)
-    token, head, valid = _columns(index, tile, request, qo_indptr, heads, BLOCK_H, EXTEND)
+    last = tl.load(qo_indptr + request + 1) if EXTEND else 0
+    token, head, valid = _columns(index, tile, request, last, qo_indptr, heads, BLOCK_H, EXTEND)
     nope_ptr = q_nope + (token * stride_nope_t + head * stride_nope_h)[:, None] + half[None, :]
     rope_ptr = q_rope + (token * stride_rope_t + head * stride_rope_h)[:, None] + rope[None, :]
     qa = tl.load(nope_ptr, mask=valid[:, None], other=0.0).to(tl.float32)
@@ -315,25 +317,30 @@ def mla_fp8_attention(
         tl.store(partial_lse + column, log_sum)
 
 
-@triton.jit(do_not_specialize=["lse_scale"])
+@triton.jit(do_not_specialize=["tokens", "lse_scale"])
 def mla_fp8_combine(
-    qo_indptr, groups, out, lse, partial, partial_lse, stride_out_t, stride_out_h, heads, out_scale, lse_scale,
+    qo_indptr, groups, out, lse, partial, partial_lse, stride_out_t, stride_out_h, tokens, heads, out_scale, lse_scale,
     LATENT: tl.constexpr, EXTEND: tl.constexpr, BLOCK_H: tl.constexpr, CHUNK: tl.constexpr, BLOCK_P: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Join the pieces of one column, CHUNK latents of it. Columns in one piece are already written."""
+    """Join the pieces of one column, CHUNK latents of it. Columns in one piece are already written.
+
+    Those in none are of tokens that no request has: they get what a token gets that sees no key.
+    """
     index = tl.program_id(1)
     latent = tl.program_id(2) * CHUNK + tl.arange(0, CHUNK)
     piece = tl.arange(0, BLOCK_P)
     group = groups + tl.program_id(0) * GROUP_FIELDS
     slot = tl.load(group + 2)
     pieces = tl.load(group + 3)
-    token, head, valid = _columns(index, tl.load(group + 1), tl.load(group), qo_indptr, heads, BLOCK_H, EXTEND)
+    request = tl.load(group)
+    last = tl.load(qo_indptr + request + 1, mask=pieces > 0, other=tokens) if EXTEND else 0
+    token, head, valid = _columns(index, tl.load(group + 1), request, last, qo_indptr, heads, BLOCK_H, EXTEND)
     if OVERLAP:
         # Launched early. Every program waits, also one without work: kernels after this one count on it too.
         # Triton's own name for it, gdc_wait, does not compile in 3.4.
         tl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
-    if (pieces < 2) | (valid == 0):
+    if (pieces == 1) | (valid == 0):
         return
     top = -float("inf")
     total = 0.0

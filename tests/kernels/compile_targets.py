@@ -63,28 +63,30 @@ def instructions(compiled):
 
 
 def compile_target(capability, columns):
-    """The report on a target; the plan and the combination, which only count the columns, with 16 of them."""
+    """The report on a target; the plan, the combination and extend, which only count the columns, with 16 of them."""
     config = mla_fp8.tuning(capability, columns)
     target = GPUTarget("cuda", 10 * capability[0] + capability[1], 32)
     decode = {"HAS_LENS": False, "EXTEND": False, "BLOCK_H": config.block_heads, "kv_lens": None, "qo_indptr": None}
+    extend = {"HAS_LENS": False, "EXTEND": True, "BLOCK_H": config.block_heads, "kv_lens": None}
 
     def compiled(kernel, own, **options):
-        constants = {k: v for k, v in {**decode, **own}.items() if k in kernel.arg_names}
+        constants = {k: v for k, v in own.items() if k in kernel.arg_names}
         return triton.compile(source(kernel, constants), target=target, options=options)
 
-    attend = compiled(
-        mla_fp8_triton.mla_fp8_attention,
-        {"LATENT": 512, "ROPE": 64, "ROW": 288, "PAGE": 1, "PAGED": False, "CAUSAL": False,
-         "BLOCK_N": config.block_tokens, "STAGES": config.stages,
-         "WHOLE": config.whole_words, "DECODE": config.decode},
-        num_warps=config.warps, num_stages=config.stages,
-    )  # fmt: skip
+    attention = {"LATENT": 512, "ROPE": 64, "ROW": 288, "PAGE": 1, "PAGED": False, "BLOCK_N": config.block_tokens,
+                 "STAGES": config.stages, "WHOLE": config.whole_words, "DECODE": config.decode}  # fmt: skip
+    warps = {"num_warps": config.warps, "num_stages": config.stages}
+    attend = compiled(mla_fp8_triton.mla_fp8_attention, decode | attention | {"CAUSAL": False}, **warps)
     report = {"attend": resources(attend) | instructions(attend)}
     if columns == 16:
         plan = {"BATCH": 64, "BLOCK_N": config.block_tokens, "ROWS": 32}
-        compiled(mla_fp8_triton.mla_fp8_plan, plan, num_warps=4)
         pieces = {"LATENT": 512, "CHUNK": 256, "BLOCK_P": 16, "OVERLAP": capability >= (9, 0)}
-        report["combine"] = resources(compiled(mla_fp8_triton.mla_fp8_combine, pieces, num_warps=2))
+        for name, stage in (("decode", decode), ("extend", extend)):
+            compiled(mla_fp8_triton.mla_fp8_plan, stage | plan, num_warps=4)
+            combine = compiled(mla_fp8_triton.mla_fp8_combine, stage | pieces, num_warps=2)
+            report[f"combine, {name}"] = resources(combine)
+        causal = compiled(mla_fp8_triton.mla_fp8_attention, extend | attention | {"CAUSAL": True}, **warps)
+        report["attend, extend"] = resources(causal)
     return report
 
 

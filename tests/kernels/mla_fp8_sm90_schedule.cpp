@@ -35,8 +35,8 @@ int main() {
   Work work = {};
   for (int i = 0; i < p.batch; ++i) work.add(p, load_request(p, i));
   const Schedule schedule = Schedule::of(p.blocks, work);
-  static SpanMemory memory;
-  memory.schedule = schedule;
+  std::vector<int2> items(work.items / p.blocks + 1);
+  p.items = items.data();
   std::vector<int> first(p.batch + 1);
   for (int i = 0; i < p.batch; ++i) {
     const Request r = load_request(p, i);
@@ -50,17 +50,18 @@ int main() {
       for (int i = 0, before = 0; i < p.batch; ++i) {
         const Request r = load_request(p, i);
         const int row_tiles = r.kv_tiles() ? r.row_tiles(p.heads) : 0;
-        rounds.list(block, i, before, row_tiles, memory.items);
+        rounds.list(block, i, before, row_tiles, p.items);
         before += row_tiles;
       }
-      span.left = rounds.count(block);
+      span = {-1, 0, rounds.count(block), 0, {}};
     } else {
       const int start = block * schedule.quota;
       if (start >= first[p.batch]) break;
-      span.request = std::upper_bound(first.begin(), first.end(), start) - first.begin() - 1;
-      span.offset = start - first[span.request], span.left = min(schedule.quota, first[p.batch] - start);
+      const int request = std::upper_bound(first.begin(), first.end(), start) - first.begin() - 1;
+      span = {request, start - first[request], min(schedule.quota, first[p.batch] - start), schedule.padded,
+              load_request(p, request)};
     }
-    for (Piece piece; next_piece(p, memory, span, piece);) {
+    for (Piece piece; next_piece(p, span, piece);) {
       const int owner = piece.request.first_token, slot = (piece.partial_lse - p.partial_lse) / ROWS;
       const int at = std::upper_bound(tokens.begin(), tokens.end(), owner) - tokens.begin() - 1;
       std::printf("piece %d %d %d %d %d %d %d\n", block, at, piece.first_row, piece.rows, piece.begin, piece.tiles,

@@ -1,6 +1,6 @@
 """Random MLA problems with their answer: what the kernel tests share."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -58,6 +58,17 @@ class Problem:
         assert torch.isfinite(got).all()
         assert relative_error(got, want) < tolerance
         torch.testing.assert_close(lse[~unseen].double(), want_lse[~unseen], rtol=1e-5, atol=1e-3)
+
+    def check_with_tokens_of_no_request(self, tolerance=1e-3, **options):
+        """Give five more query tokens than `qo_indptr` has, as a CUDA graph for more tokens than came does."""
+        want, want_lse = self.reference()
+        got, lse = replace(self, query=torch.cat([self.query, torch.ones_like(self.query[:1]).repeat(5, 1, 1)])).run(
+            **options
+        )
+        assert relative_error(got[:-5], want) < tolerance
+        torch.testing.assert_close(lse[:-5].double(), want_lse, rtol=1e-5, atol=1e-3)
+        assert (got[-5:] == 0).all()
+        assert (lse[-5:] == -torch.inf).all()
 
 
 def e4m3_pool(rows, width, device, generator, *, extremes):

@@ -51,8 +51,16 @@ def test_resources(reports, target):
 
 
 @pytest.mark.parametrize("capability", SHARED_KB, ids=str)
-def test_the_combination_spills_nothing(reports, capability):
-    assert reports[capability, 16]["combine"]["stack"] == 0
+@pytest.mark.parametrize("stage", ["decode", "extend"])
+def test_the_combination_spills_nothing(reports, capability, stage):
+    assert reports[capability, 16][f"combine, {stage}"]["stack"] == 0
+
+
+@pytest.mark.parametrize("capability", SHARED_KB, ids=str)
+def test_extend_takes_what_decode_does(reports, capability):
+    extend, decode = reports[capability, 16]["attend, extend"], reports[capability, 16]["attend"]
+    assert extend["shared"] == decode["shared"]
+    assert extend["stack"] < 128
 
 
 @pytest.mark.parametrize("target", TARGETS, ids=str)

@@ -60,6 +60,12 @@ def test_extend_in_every_layout(device, config):
     problem(5, [7, 40, 3], device=device, query_lens=[7, 9, 4]).check(config=config)
 
 
+@pytest.mark.parametrize("heads", [3, 16])
+@pytest.mark.parametrize("query_lens", [[2, 3], [0, 17], [1, 0]])
+def test_tokens_of_no_request_see_nothing(device, heads, query_lens):
+    problem(heads, [70, 20], query_lens=query_lens, device=device).check_with_tokens_of_no_request()
+
+
 @pytest.mark.parametrize("programs", [1, 3, 20])
 def test_any_number_of_pieces(device, default, programs):
     """From one piece a request to more pieces than blocks, over the same problem."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from itertools import accumulate
+from typing import Any
 
 import pytest
 
@@ -18,7 +19,21 @@ from mla_diag.kernels.mla_fp8_operator import attend, prepare, schedule  # noqa:
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
 
-OPERATORS = {"triton": triton_kernel.mla_fp8, "hopper": mla_fp8_sm90.mla_fp8_sm90, "chosen": attend}
+
+def hopper_planned(query: torch.Tensor, pool: torch.Tensor, **call: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Hopper's kernel with a schedule made before, as all layers of a step share it."""
+    lengths = {name: call.get(name) for name in ("kv_indptr", "kv_lens", "qo_indptr")}
+    tokens = None if lengths["qo_indptr"] is None else query.shape[0]
+    made = mla_fp8_sm90.mla_sm90_schedule(query.shape[1], tokens=tokens, **lengths)
+    return mla_fp8_sm90.mla_fp8_sm90(query, pool, schedule=made, **call)
+
+
+OPERATORS = {
+    "triton": triton_kernel.mla_fp8,
+    "hopper": mla_fp8_sm90.mla_fp8_sm90,
+    "hopper, planned": hopper_planned,
+    "chosen": attend,
+}
 RAGGED = [0, 1, 63, 64, 65, 1000, 4097, 20_000]
 TOLERANCE = 4e-4  # products and partial results are FP16's
 
@@ -27,7 +42,7 @@ Operator = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 
 @pytest.fixture(params=OPERATORS)
 def operator(request: pytest.FixtureRequest) -> Operator:
-    if request.param == "hopper" and (reason := mla_fp8_sm90.unavailable()) is not None:
+    if request.param.startswith("hopper") and (reason := mla_fp8_sm90.unavailable()) is not None:
         pytest.skip(reason)
     return OPERATORS[request.param]
 
@@ -74,8 +89,21 @@ def test_extend(operator: Operator, heads: int, causal: bool) -> None:
 @pytest.mark.parametrize("heads", [16, 128])
 def test_chunks_of_more_rows_than_the_card_takes_at_once(operator: Operator, heads: int) -> None:
     """Prefill in chunks: the blocks take whole row tiles, in rounds, and of unlike lengths."""
-    case = problem(heads, [2500, 900, 64], device="cuda", query_lens=[700, 500, 64], extremes=False)
+    lens, query_lens = [2500, 0, 900, 64], [700, 3, 500, 64]
+    case = problem(heads, lens, device="cuda", query_lens=query_lens, extremes=False)
     case.check(TOLERANCE, operator=operator)
+
+
+@pytest.mark.parametrize("batch", [8, 128, 264])
+def test_empty_requests_among_equal_ones(operator: Operator, batch: int) -> None:
+    """Requests cut in parts, one a block, and two whole ones a block: the empty get their zeros each time."""
+    problem(16, [0, *[512] * (batch - 2), 0], device="cuda", extremes=False).check(TOLERANCE, operator=operator)
+
+
+@pytest.mark.parametrize("tokens", [3, 700])
+def test_tokens_of_no_request_see_nothing(operator: Operator, tokens: int) -> None:
+    case = problem(16, [2000, 900], device="cuda", query_lens=[tokens, 2], extremes=False)
+    case.check_with_tokens_of_no_request(TOLERANCE, operator=operator)
 
 
 def test_an_extend_with_a_schedule_made_before() -> None:

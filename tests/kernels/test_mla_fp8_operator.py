@@ -65,16 +65,3 @@ def test_a_build_that_failed_is_not_tried_again(monkeypatch: pytest.MonkeyPatch)
 
 def test_another_device_has_nothing_to_prepare() -> None:
     assert prepare(torch.device("cpu")) is None
-
-
-@pytest.mark.parametrize(
-    ("tokens", "heads", "batch", "hopper"),
-    [(1, 16, 1, False), (1, 8, 1, False), (1, 64, 1, True), (2, 16, 2, True), (64, 16, 1, True)],
-)
-def test_the_smallest_step_is_tritons_on_hopper_too(
-    tokens: int, heads: int, batch: int, hopper: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """One token of 16 heads, measured: 10.6 against 12.1 us at 2k tokens, 15.2 against 17.6 at 32k."""
-    monkeypatch.setattr(mla_fp8_operator, "_is_hopper", lambda device: True)
-    monkeypatch.setattr(mla_fp8_operator, "prepare", lambda device: None)
-    assert mla_fp8_operator._takes_hopper(torch.device("cuda"), tokens, heads, batch) is hopper

@@ -17,6 +17,7 @@ from mla_problems import problem  # noqa: E402
 from mla_diag.kernels import mla_fp8_sm90  # noqa: E402
 from mla_diag.kernels.mla_fp8 import mla_fp8  # noqa: E402
 from mla_diag.kernels.mla_fp8_operator import attend, schedule  # noqa: E402
+from mla_diag.kernels.mla_fp8_sm90 import Schedule as HopperSchedule  # noqa: E402
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
 
@@ -25,7 +26,9 @@ def test_hopper_gets_its_own_kernel_and_other_cards_triton() -> None:
     case = problem(16, [500, 70], device="cuda")
     kernel = mla_fp8 if mla_fp8_sm90.unavailable() else mla_fp8_sm90.mla_fp8_sm90
     assert torch.equal(case.run(operator=attend)[0], case.run(operator=kernel)[0])
-    assert (schedule(16, kv_indptr=case.addressing["kv_indptr"]) is None) == (kernel is not mla_fp8)
+    made = schedule(16, kv_indptr=case.addressing["kv_indptr"])
+    assert isinstance(made, HopperSchedule) == (kernel is not mla_fp8)
+    assert torch.equal(case.run(operator=attend, schedule=made)[0], case.run(operator=kernel)[0])
 
 
 @pytest.mark.skipif(mla_fp8_sm90.unavailable() is not None, reason="needs a Hopper GPU")

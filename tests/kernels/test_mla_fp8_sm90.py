@@ -29,15 +29,18 @@ def cuobjdump() -> str | None:
 # ---- what the compiler made of it ------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def machine_code(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
-    if cuda.compiler() is None:
-        pytest.skip("neither NVRTC nor nvcc is here")
+@pytest.fixture(scope="module", params=["nvrtc", "nvcc"])
+def machine_code(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
+    """The cubins by both compilers: each takes C++ that the other does not."""
+    compiler = {"nvrtc": cuda._nvrtc, "nvcc": cuda._nvcc}[request.param]()
+    if compiler is None:
+        pytest.skip(f"no {request.param} here")
     folder = tmp_path_factory.mktemp("cubin")
     paths = {}
     for rows, tile in TILES.items():
         paths[rows] = folder / f"rows{rows}.cubin"
-        paths[rows].write_bytes(cuda.build(SOURCE, "sm_90a", tile.defines))
+        options = [f"-D{name}={value}" for name, value in tile.defines.items()]
+        paths[rows].write_bytes(compiler.compile(SOURCE, "sm_90a", options))
     return paths
 
 
@@ -145,6 +148,28 @@ def int32(*shape: int) -> torch.Tensor:
 def test_a_wrong_argument_is_named(changes: dict[str, Any], complaint: str) -> None:
     with pytest.raises(ValueError, match=complaint):
         mla_fp8_sm90.mla_fp8_sm90(**arguments(**changes))
+
+
+def test_a_schedule_serves_calls_of_its_own_shape_alone() -> None:
+    made = mla_fp8_sm90.Schedule(int32(0), choose_tile(2, 16, 2), (2, 16, 2))
+    with pytest.raises(
+        ValueError, match=r"the schedule is for \(tokens, heads, requests\) \(2, 16, 2\), not \(3, 16, 2\)"
+    ):
+        mla_fp8_sm90.mla_fp8_sm90(**arguments(query=bf16(3, 16, WIDTH), qo_indptr=int32(3), schedule=made))
+
+
+@pytest.mark.parametrize(
+    ("lengths", "complaint"),
+    [
+        ({}, "kv_lens or kv_indptr"),
+        ({"kv_lens": int32(2), "tokens": 5}, "go together"),
+        ({"kv_lens": int32(2), "qo_indptr": int32(3)}, "go together"),
+        ({"kv_lens": torch.zeros(2, dtype=torch.int64)}, "kv_lens must be contiguous int32"),
+    ],
+)
+def test_a_schedule_needs_lengths(lengths: dict[str, Any], complaint: str) -> None:
+    with pytest.raises(ValueError, match=complaint):
+        mla_fp8_sm90.mla_sm90_schedule(16, **lengths)
 
 
 def test_nothing_to_do_needs_no_device() -> None:
