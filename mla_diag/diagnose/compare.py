@@ -20,6 +20,7 @@ from mla_diag.diagnose.step_spans import Stage
 
 # A change under this part of the shorter step is not told from noise: an op of two recordings of one server differs so.
 SAME = 0.002
+OVERLAP = 0.05  # of a side's device time: less is not worth another measure
 
 
 class Change(str, Enum):
@@ -66,7 +67,10 @@ class StageChange(msgspec.Struct, frozen=True):
         after_busy_ms: The same after.
         before_wall_ms: Wall time before.
         after_wall_ms: Wall time after.
-        speedup: Device time before over device time after: above 1 is faster.
+        overlap: Whether kernels overlap on a side by more than 5 % of their time. Launched early (programmatic
+            dependent launch), they hold what they wait for the one ahead; on several streams, they run side by side.
+            What a step takes is then its busy time, else its device time.
+        speedup: What a step takes before over after: above 1 is faster.
         ops: What changed, the largest change first, then what did not.
         fixed: Kinds of finding that were there before and are not after.
         new: Kinds of finding that are there after and were not before.
@@ -81,6 +85,7 @@ class StageChange(msgspec.Struct, frozen=True):
     after_busy_ms: float
     before_wall_ms: float
     after_wall_ms: float
+    overlap: bool
     speedup: float
     ops: list[OpChange]
     fixed: list[str]
@@ -105,7 +110,7 @@ class Comparison(msgspec.Struct, frozen=True):
     @property
     def slowdown(self) -> float:
         """By how much the stage that lost most takes longer, as a part of what it took; 0 if none does."""
-        ratios = [stage.after_device_ms / stage.before_device_ms for stage in self.stages if stage.before_device_ms]
+        ratios = [1 / stage.speedup for stage in self.stages if stage.speedup]
         return max(max(ratios, default=1.0) - 1.0, 0.0)
 
 
@@ -138,6 +143,8 @@ def _compare_stage(
     kinds_after = {finding.kind for finding in findings_after if finding.stage is after.stage}
     noise = SAME * min(before.device_ms_per_step, after.device_ms_per_step)
     changes = [_change(old, new, noise) for old, new in _match(before.ops, after.ops)]
+    overlap = any(side.busy_ms_per_step < (1 - OVERLAP) * side.device_ms_per_step for side in (before, after))
+    old_ms, new_ms = (side.busy_ms_per_step if overlap else side.device_ms_per_step for side in (before, after))
     return StageChange(
         stage=before.stage,
         before_steps=before.steps,
@@ -148,7 +155,8 @@ def _compare_stage(
         after_busy_ms=after.busy_ms_per_step,
         before_wall_ms=before.wall_ms_per_step,
         after_wall_ms=after.wall_ms_per_step,
-        speedup=before.device_ms_per_step / after.device_ms_per_step if after.device_ms_per_step else 0.0,
+        overlap=overlap,
+        speedup=old_ms / new_ms if new_ms else 0.0,
         ops=sorted(changes, key=lambda change: (change.change is Change.SAME, -abs(change.delta_ms_per_step))),
         fixed=sorted(kinds_before - kinds_after),
         new=sorted(kinds_after - kinds_before),

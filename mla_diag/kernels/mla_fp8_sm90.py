@@ -217,7 +217,7 @@ def mla_fp8_sm90(
         causal: whether the last query token of a request stands at its last key, the one before it a key earlier, and
             so on. Without effect in decode.
         kv_scale: what one unit of the pool's numbers is worth. SGLang's MLA pools are unscaled: 1.0.
-        out: [T, H, 512] to write into, contiguous; BF16, FP16 or float32.
+        out: [T, H, 512] to write into, contiguous and aligned to 16 bytes; BF16, FP16 or float32.
         lse: [T, H] float32, contiguous, to write into.
         natural_lse: whether the log-sum-exp is natural (FlashAttention) rather than base 2 (FlashInfer).
         schedule: from `mla_sm90_schedule` at these very lengths.
@@ -238,16 +238,17 @@ def mla_fp8_sm90(
     _check_addressing(kv_indptr, kv_indices, page_table, kv_lens, qo_indptr, page_size=page_size)
     assert pages is not None
     batch = page_table.shape[0] if page_table is not None else kv_indptr.numel() - 1  # type: ignore[union-attr]
-    _require(qo_indptr is not None or tokens == batch, f"qo_indptr is needed: {tokens} tokens for {batch} requests")
-    _require(qo_indptr is None or qo_indptr.numel() == batch + 1, f"qo_indptr must have {batch + 1} elements")
-    _require(sm_scale > 0, f"sm_scale must be positive, not {sm_scale}")
+    _require(qo_indptr is not None or tokens == batch, "qo_indptr is needed: {} tokens for {} requests", tokens, batch)
+    _require(qo_indptr is None or qo_indptr.numel() == batch + 1, "qo_indptr must have {} elements", batch + 1)
+    _require(sm_scale > 0, "sm_scale must be positive, not {}", sm_scale)
     device = nope.device
     out = torch.empty(tokens, heads, LATENT, dtype=nope.dtype, device=device) if out is None else out
     lse = torch.empty(tokens, heads, dtype=torch.float32, device=device) if lse is None else lse
-    _require(out.shape == (tokens, heads, LATENT) and out.is_contiguous(), "out must be contiguous [T, H, 512]")
-    _require(out.dtype in _DTYPES, f"out must be BF16, FP16 or float32, not {out.dtype}")
+    fits = out.shape == (tokens, heads, LATENT) and out.is_contiguous() and out.data_ptr() % 16 == 0
+    _require(fits, "out must be contiguous [T, H, 512], aligned to 16 bytes")
+    _require(out.dtype in _DTYPES, "out must be BF16, FP16 or float32, not {}", out.dtype)
     _require(lse.shape == (tokens, heads) and lse.is_contiguous(), "lse must be contiguous [T, H]")
-    _require(lse.dtype == torch.float32, f"lse must be float32, not {lse.dtype}")
+    _require(lse.dtype == torch.float32, "lse must be float32, not {}", lse.dtype)
     pool_row = _row_stride(pool)
     if tokens == 0 or batch == 0:
         return out, lse
@@ -255,14 +256,14 @@ def mla_fp8_sm90(
     planned = schedule is not None
     if schedule is None:
         schedule = _room_for_schedule(choose_tile(*work) if tile is None else tile, work, device)
-    _require(schedule.work == work, f"the schedule is for (tokens, heads, requests) {schedule.work}, not {work}")
+    _require(schedule.work == work, "the schedule is for (tokens, heads, requests) {}, not {}", schedule.work, work)
     tile = schedule.tile
     kernels = _kernels(tile, _index(device))
     blocks = kernels.blocks
     rows = _partial_rows(tile.rows, blocks)
     size = rows * (LATENT * 2 + 4)
     workspace = torch.empty(size, dtype=torch.uint8, device=device) if workspace is None else workspace
-    _require(workspace.nbytes >= size and workspace.data_ptr() % 16 == 0, f"workspace must have {size} aligned bytes")
+    _require(workspace.nbytes >= size and workspace.data_ptr() % 16 == 0, "workspace must have {} aligned bytes", size)
     params = _Params(
         q_nope=nope.data_ptr(),
         q_rope=rope.data_ptr(),
@@ -366,30 +367,33 @@ def _address(tensor: torch.Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
 
 
-def _require(condition: bool, complaint: str) -> None:
+def _require(condition: bool, complaint: str, *values: object) -> None:
+    """Raise a ValueError unless `condition`; the complaint is only put together then, as calls are many and small."""
     if not condition:
-        raise ValueError(complaint)
+        raise ValueError(complaint.format(*(tuple(v) if isinstance(v, torch.Size) else v for v in values)))
 
 
 def _split_query(query: torch.Tensor, rope: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
     whole = WIDTH if rope is None else LATENT
-    _require(query.ndim == 3 and query.shape[-1] == whole, f"query must be [T, H, {whole}], not {tuple(query.shape)}")
-    _require(query.dtype in (torch.bfloat16, torch.float16), f"query must be BF16 or FP16, not {query.dtype}")
+    _require(query.ndim == 3 and query.shape[-1] == whole, "query must be [T, H, {}], not {}", whole, query.shape)
+    _require(query.dtype in (torch.bfloat16, torch.float16), "query must be BF16 or FP16, not {}", query.dtype)
     if rope is None:
         query, rope = query[..., :LATENT], query[..., LATENT:]
-    _require(rope.shape == (*query.shape[:2], ROPE), f"query_rope must be [T, H, 64], not {tuple(rope.shape)}")
-    _require(rope.dtype == query.dtype, f"query_rope must be {query.dtype} like query, not {rope.dtype}")
+    _require(rope.shape == (*query.shape[:2], ROPE), "query_rope must be [T, H, 64], not {}", rope.shape)
+    _require(rope.dtype == query.dtype, "query_rope must be {} like query, not {}", query.dtype, rope.dtype)
     for name, part in (("query", query), ("query_rope", rope)):
         aligned = part.data_ptr() % 16 == 0 and part.stride(0) % 8 == 0 and part.stride(1) % 8 == 0
-        _require(part.stride(2) == 1 and aligned, f"{name}'s rows must be contiguous and 16-byte aligned")
+        _require(part.stride(2) == 1 and aligned, "{}'s rows must be contiguous and 16-byte aligned", name)
     return query, rope
 
 
 def _row_stride(pool: torch.Tensor) -> int:
     """Bytes from one row of the pool to the next."""
-    _require(pool.dtype in (torch.float8_e4m3fn, torch.uint8), f"pool must be float8_e4m3fn or uint8, not {pool.dtype}")
-    _require(pool.ndim in (2, 3, 4) and pool.shape[-1] == WIDTH, f"pool must be [..., 576], not {tuple(pool.shape)}")
-    _require(pool.ndim == 2 or pool.shape[-2] == 1, f"pool must have one head, not {pool.shape[-2]}")
+    _require(
+        pool.dtype in (torch.float8_e4m3fn, torch.uint8), "pool must be float8_e4m3fn or uint8, not {}", pool.dtype
+    )
+    _require(pool.ndim in (2, 3, 4) and pool.shape[-1] == WIDTH, "pool must be [..., 576], not {}", pool.shape)
+    _require(pool.ndim == 2 or pool.shape[-2] == 1, "pool must have one head, not {}", pool.shape)
     page = pool.shape[1] if pool.ndim == 4 else 1
     stride = int(pool.stride(0)) // page
     _require(page == 1 or pool.stride(1) == stride, "pool's pages must lie end to end")
@@ -410,7 +414,7 @@ def _check_addressing(
 ) -> None:
     csr = kv_indptr is not None and kv_indices is not None
     _require(csr != (page_table is not None), "give kv_indptr and kv_indices, or page_table")
-    _require(page_size >= 1, f"page_size must be at least 1, not {page_size}")
+    _require(page_size >= 1, "page_size must be at least 1, not {}", page_size)
     _require(kv_lens is not None or (csr and page_size == 1), "kv_lens is needed with a page table or larger pages")
     _check_int32(kv_indptr=kv_indptr, kv_indices=kv_indices, kv_lens=kv_lens, qo_indptr=qo_indptr)
     if page_table is not None:
@@ -421,4 +425,4 @@ def _check_addressing(
 def _check_int32(**tensors: torch.Tensor | None) -> None:
     for name, tensor in tensors.items():
         if tensor is not None:
-            _require(tensor.dtype == torch.int32 and tensor.is_contiguous(), f"{name} must be contiguous int32")
+            _require(tensor.dtype == torch.int32 and tensor.is_contiguous(), "{} must be contiguous int32", name)

@@ -13,7 +13,6 @@ from mla_diag.diagnose.words import count
 from mla_diag.report.units import milliseconds
 
 _ROW = "{:>9} {:>9} {:>10}  {:>17}  {:<7} "
-_OVERLAP = 0.05  # kernels that overlap by less than this part of a step are not worth a word
 _STYLES = {Change.WENT: "green", Change.SHRANK: "green", Change.CAME: "red", Change.GREW: "red", Change.SAME: "dim"}
 
 
@@ -39,22 +38,22 @@ def _header(stage: StageChange) -> Iterator[Text]:
         (stage.stage.value.upper(), "bold cyan"),
         (f"  {count(stage.before_steps, 'step')} before, {stage.after_steps} after", "dim"),
     )
-    sides = ((stage.before_busy_ms, stage.before_device_ms), (stage.after_busy_ms, stage.after_device_ms))
-    # Kernels launched early (programmatic dependent launch) wait on the device: their own times count the wait.
-    overlap = any(busy < (1 - _OVERLAP) * device for busy, device in sides)
-    busy = f"; busy {milliseconds(stage.before_busy_ms)} to {milliseconds(stage.after_busy_ms)} ms" if overlap else ""
+    device = f"{milliseconds(stage.before_device_ms)} to {milliseconds(stage.after_device_ms)} ms of device time"
+    busy = f"busy {milliseconds(stage.before_busy_ms)} to {milliseconds(stage.after_busy_ms)} ms"
     yield Text.assemble(
         "a step: ",
-        (f"{milliseconds(stage.before_device_ms)} to {milliseconds(stage.after_device_ms)} ms of device time", "bold"),
+        (busy if stage.overlap else device, "bold"),
         ", ",
         _ratio(stage.speedup),
-        busy,
+        f"; {device}" if stage.overlap else "",
         f"; wall time {milliseconds(stage.before_wall_ms)} to {milliseconds(stage.after_wall_ms)} ms",
     )
     if stage.fixed:
         yield Text.assemble(("fixed: ", "green"), ", ".join(stage.fixed))
     if stage.new:
         yield Text.assemble(("found now: ", "yellow"), ", ".join(stage.new))
+    if stage.overlap:
+        yield Text("kernels overlap: one that is launched early holds in its row what it waited", "dim")
 
 
 def _ratio(speedup: float) -> tuple[str, str]:

@@ -141,6 +141,7 @@ def int32(*shape: int) -> torch.Tensor:
         ({"qo_indptr": int32(2)}, "qo_indptr must have 3"),
         ({"out": torch.zeros(2, 16, LATENT, dtype=torch.float64)}, "out must be"),
         ({"out": torch.zeros(2, 16, 2 * LATENT)[..., ::2]}, "out must be contiguous"),
+        ({"out": bf16(2 * 16 * LATENT + 4)[4:].view(2, 16, LATENT)}, "aligned to 16 bytes"),
         ({"lse": bf16(2, 16)}, "lse must be float32"),
         ({"sm_scale": 0.0}, "sm_scale"),
     ],

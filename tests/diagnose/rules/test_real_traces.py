@@ -20,6 +20,8 @@ RECORDINGS = {
     "bf16kv-graph-decode": ["underfilled-kernel"],
     "shipped-both-stages": ["whole-pool-copy", "whole-pool-copy"],  # of decode and of prefill
     "kernel-both-stages": ["underfilled-kernel", "small-op-storm", "host-bound"],
+    "fa3-shipped-both-stages": ["whole-pool-copy", "whole-pool-copy", "host-bound"],
+    "fa3-kernel-both-stages": ["underfilled-kernel", "small-op-storm", "host-bound"],
 }
 PUBLIC: dict[str, set[str]] = {
     "hta-alexnet": set(),
