@@ -184,6 +184,8 @@ def _remedy(error: Exception) -> str:
     # paramiko's exceptions are not imported for this: "Authentication failed.", "No authentication methods available".
     if "authentication" in str(error).lower() or type(error).__name__ == "PasswordRequiredException":
         return "the user in the URL, and that ssh logs in there with a key of the agent or of ~/.ssh, without asking"
+    if "credentials" in str(error).lower():  # botocore's: "Unable to locate credentials"
+        return "the store's keys, where its own tools look for them: environment variables or a file of this user's"
     if isinstance(error, ValueError):
         return "the scheme before ://"
     if isinstance(error, FileNotFoundError):

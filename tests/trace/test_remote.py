@@ -160,6 +160,21 @@ def test_a_scheme_that_is_none_is_one_line():
         mla_diag.explain("nosuch://x/y")
 
 
+def test_a_store_that_wants_keys_is_one_line(monkeypatch: pytest.MonkeyPatch):
+    """botocore's words, behind a file system that is always there: s3fs brings forty packages."""
+
+    def refuse(*_: object, **__: object) -> None:
+        raise RuntimeError("Unable to locate credentials")
+
+    monkeypatch.setattr("fsspec.implementations.memory.MemoryFileSystem.find", refuse)
+    monkeypatch.setattr("fsspec.implementations.memory.MemoryFileSystem.ls", refuse)
+    monkeypatch.setattr("fsspec.implementations.memory.MemoryFileSystem.info", refuse)
+    with pytest.raises(
+        UnreadableInputError, match=r"\(Unable to locate credentials\); check the store's keys, where its"
+    ):
+        mla_diag.explain("memory://bucket/t")
+
+
 def test_what_is_a_url():
     assert [is_url(text) for text in ("sftp://h/x", "s3://b", "file:///x", "/a//b", "C:/x", "a://b.json")] == [
         *(True, True, True, False, False, True),
