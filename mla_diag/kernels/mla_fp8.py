@@ -213,7 +213,7 @@ def mla_fp8(
         config: tuning in place of the table's.
 
     Returns:
-        `out` and `lse`. Tokens that see no key, or that `qo_indptr` gives no request, get zeros and minus infinity.
+        `out` and `lse`. Tokens that see no key, or lie behind the last request's, get zeros and minus infinity.
 
     Raises:
         ValueError: shapes, dtypes or the combination of arguments do not fit.
@@ -237,7 +237,7 @@ def mla_fp8(
     if out.shape != query.shape or out.stride(-1) != 1 or lse.shape != (tokens, heads) or not lse.is_contiguous():
         raise ValueError(f"out must be {tuple(query.shape)} and lse {(tokens, heads)}, contiguous")
     if tokens == 0 or batch == 0:
-        return out, lse
+        return out.zero_(), lse.fill_(-torch.inf)
 
     schedule = schedule or mla_schedule(
         heads, kv_indptr=kv_indptr, kv_lens=kv_lens, qo_indptr=qo_indptr, config=config,

@@ -11,9 +11,10 @@
 // scores of the even tiles and one of the odd, and each accumulates half of the latents of every tile: while one turns
 // a tile's scores into probabilities, the other has the tensor cores for the next tile's scores.
 //
-// The grid is fixed and its blocks share the work evenly, whatever the lengths (mla_fp8_sm90_schedule.cuh). A (request,
-// row tile) that one block covers whole is written out at once; of one that is split, each block leaves a partial
-// result, and mla_fp8_sm90_combine joins them.
+// The grid is fixed and its blocks share the work, whatever the lengths (mla_fp8_sm90_schedule.cuh): mla_fp8_sm90_plan
+// finds each block's part once for all layers of a step, or each block its own. A (request, row tile) that one block
+// covers whole is written out at once; of one that is split, each block leaves a partial result, and
+// mla_fp8_sm90_combine joins them.
 //
 // Built once per tile height: ROWS query rows (token x head) by 64 tokens, with STAGES tiles of the pool in shared
 // memory. See mla_fp8_sm90.py for the choices and docs/kernel-log.md for the reasons.
@@ -172,6 +173,10 @@ __device__ inline void mask(Scores& scores, int tile, const Shared& s) {
 
 // ---- computing one piece --------------------------------------------------------------------------------------------
 
+__device__ inline uint4 pack_eight_f16(const float (&v)[8]) {
+  return make_uint4(pack_f16x2(v[0], v[1]), pack_f16x2(v[2], v[3]), pack_f16x2(v[4], v[5]), pack_f16x2(v[6], v[7]));
+}
+
 // Writes four neighbouring elements of the output.
 __device__ inline void store_four(const Params& p, i64 at, float a, float b, float c, float d) {
   if (p.out_type == FP32)
@@ -180,10 +185,6 @@ __device__ inline void store_four(const Params& p, i64 at, float a, float b, flo
     *reinterpret_cast<uint2*>(static_cast<unsigned short*>(p.out) + at) =
         p.out_type == FP16 ? make_uint2(pack_f16x2(a, b), pack_f16x2(c, d))
                            : make_uint2(pack_bf16x2(a, b), pack_bf16x2(c, d));
-}
-
-__device__ inline uint4 pack_eight_f16(const float (&v)[8]) {
-  return make_uint4(pack_f16x2(v[0], v[1]), pack_f16x2(v[2], v[3]), pack_f16x2(v[4], v[5]), pack_f16x2(v[6], v[7]));
 }
 
 // The same, eight.
@@ -311,6 +312,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) mla_fp8_sm90_attention(
     }
     fence_for_engines();
   }
+  __syncthreads();
   wait_for_primary();
   launch_dependents();
   Span span = p.planned ? load_span(p) : find_span(p, s.span);

@@ -97,7 +97,7 @@ def unavailable(device: torch.device | int | None = None) -> str | None:
 
 def choose_tile(tokens: int, heads: int, batch: int) -> Tile:
     """The smallest tile that takes an average request's query rows at once, else the largest."""
-    rows = -(-tokens // batch) * heads
+    rows = -(-tokens // max(batch, 1)) * heads
     return TILES[next((height for height in TILES if rows <= height), 64)]
 
 
@@ -109,11 +109,13 @@ class Schedule:
         plan: int32 on the device: the blocks' spans, their whole items, and where each request's items begin.
         tile: the tile shape it was made for.
         work: query tokens, heads and requests of the calls it serves.
+        csr: whether it knows where a CSR pair's requests begin, being made with `kv_indptr`.
     """
 
     plan: torch.Tensor
     tile: Tile
     work: tuple[int, int, int]
+    csr: bool
 
 
 def workspace_bytes(device: torch.device | int | None = None) -> int:
@@ -132,11 +134,12 @@ def mla_sm90_schedule(
 ) -> Schedule:
     """Plan a step on the device, for all its layers; the arguments are those of `mla_fp8_sm90`.
 
-    A call without a schedule finds its part of the work by itself, which takes a microsecond or two.
+    A call without a schedule finds its part of the work by itself, which takes a microsecond or two. Extend is planned
+    as if it were causal; one that is not gets the same result, less evenly shared.
 
     Args:
         heads: query heads.
-        kv_indptr: [B + 1] int32; the lengths, where `kv_lens` is absent.
+        kv_indptr: [B + 1] int32, for calls with a CSR pair; the lengths, where `kv_lens` is absent.
         kv_lens: [B] int32.
         qo_indptr: [B + 1] int32 in extend.
         tokens: query tokens, in extend.
@@ -153,11 +156,12 @@ def mla_sm90_schedule(
     _require(lengths is not None, "a schedule needs kv_lens or kv_indptr")
     assert lengths is not None
     _require((qo_indptr is None) == (tokens is None), "qo_indptr and tokens go together")
-    _check_int32(kv_indptr=kv_indptr, kv_lens=kv_lens, qo_indptr=qo_indptr)
     batch = lengths.numel() - (kv_lens is None)
+    _check_int32(lengths.device, kv_indptr=kv_indptr, kv_lens=kv_lens, qo_indptr=qo_indptr)
+    _check_sizes(batch, kv_indptr, kv_lens, qo_indptr)
     work = (batch if tokens is None else tokens, heads, batch)
     tile = choose_tile(*work) if tile is None else tile
-    schedule = _room_for_schedule(tile, work, lengths.device)
+    schedule = _room_for_schedule(tile, work, lengths.device, csr=kv_indptr is not None)
     if min(work) > 0:
         kernels = _kernels(tile, _index(lengths.device))
         params = _Params(
@@ -226,7 +230,7 @@ def mla_fp8_sm90(
         tile: tile shape in place of `choose_tile`'s, where there is no schedule.
 
     Returns:
-        `out` and `lse`. Tokens that see no key, or that `qo_indptr` gives no request, get zeros and minus infinity.
+        `out` and `lse`. Tokens that see no key, or lie behind the last request's, get zeros and minus infinity.
 
     Raises:
         ValueError: shapes, dtypes, strides or the combination of arguments do not fit.
@@ -235,13 +239,14 @@ def mla_fp8_sm90(
     nope, rope = _split_query(query, query_rope)
     tokens, heads, _ = nope.shape
     pages = kv_indices if page_table is None else page_table
-    _check_addressing(kv_indptr, kv_indices, page_table, kv_lens, qo_indptr, page_size=page_size)
+    device = nope.device
+    _check_addressing(kv_indptr, kv_indices, page_table, kv_lens, page_size=page_size)
+    _check_int32(device, kv_indptr=kv_indptr, kv_indices=kv_indices, kv_lens=kv_lens, qo_indptr=qo_indptr)
     assert pages is not None
     batch = page_table.shape[0] if page_table is not None else kv_indptr.numel() - 1  # type: ignore[union-attr]
     _require(qo_indptr is not None or tokens == batch, "qo_indptr is needed: {} tokens for {} requests", tokens, batch)
-    _require(qo_indptr is None or qo_indptr.numel() == batch + 1, "qo_indptr must have {} elements", batch + 1)
+    _check_sizes(batch, None, kv_lens, qo_indptr)
     _require(sm_scale > 0, "sm_scale must be positive, not {}", sm_scale)
-    device = nope.device
     out = torch.empty(tokens, heads, LATENT, dtype=nope.dtype, device=device) if out is None else out
     lse = torch.empty(tokens, heads, dtype=torch.float32, device=device) if lse is None else lse
     fits = out.shape == (tokens, heads, LATENT) and out.is_contiguous() and out.data_ptr() % 16 == 0
@@ -251,12 +256,14 @@ def mla_fp8_sm90(
     _require(lse.dtype == torch.float32, "lse must be float32, not {}", lse.dtype)
     pool_row = _row_stride(pool)
     if tokens == 0 or batch == 0:
-        return out, lse
+        return out.zero_(), lse.fill_(-torch.inf)
     work = (tokens, heads, batch)
     planned = schedule is not None
     if schedule is None:
-        schedule = _room_for_schedule(choose_tile(*work) if tile is None else tile, work, device)
+        schedule = _room_for_schedule(choose_tile(*work) if tile is None else tile, work, device, csr=True)
     _require(schedule.work == work, "the schedule is for (tokens, heads, requests) {}, not {}", schedule.work, work)
+    _require(schedule.csr or page_table is not None, "the schedule was made without kv_indptr")
+    _require(schedule.plan.device == device, "the schedule is on {}, the query on {}", schedule.plan.device, device)
     tile = schedule.tile
     kernels = _kernels(tile, _index(device))
     blocks = kernels.blocks
@@ -341,11 +348,11 @@ def _block_items(tile: Tile, work: tuple[int, int, int], blocks: int) -> int:
     return -(-(tokens * heads // tile.rows + batch) // blocks)
 
 
-def _room_for_schedule(tile: Tile, work: tuple[int, int, int], device: torch.device) -> Schedule:
+def _room_for_schedule(tile: Tile, work: tuple[int, int, int], device: torch.device, *, csr: bool) -> Schedule:
     """A schedule that has still to be written."""
     blocks = _multiprocessors(_index(device))
     numbers = blocks * (_SPAN_BYTES // 4 + 2 * _block_items(tile, work, blocks)) + work[2] + 2
-    return Schedule(torch.empty(numbers, dtype=torch.int32, device=device), tile, work)
+    return Schedule(torch.empty(numbers, dtype=torch.int32, device=device), tile, work, csr)
 
 
 def _describe(schedule: Schedule, blocks: int) -> dict[str, int]:
@@ -395,8 +402,8 @@ def _row_stride(pool: torch.Tensor) -> int:
     _require(pool.ndim in (2, 3, 4) and pool.shape[-1] == WIDTH, "pool must be [..., 576], not {}", pool.shape)
     _require(pool.ndim == 2 or pool.shape[-2] == 1, "pool must have one head, not {}", pool.shape)
     page = pool.shape[1] if pool.ndim == 4 else 1
-    stride = int(pool.stride(0)) // page
-    _require(page == 1 or pool.stride(1) == stride, "pool's pages must lie end to end")
+    stride = int(pool.stride(1) if page > 1 else pool.stride(0))
+    _require(page == 1 or pool.stride(0) == page * stride, "pool's pages must lie end to end")
     _require(
         pool.stride(-1) == 1 and stride % 16 == 0 and pool.data_ptr() % 16 == 0, "pool's rows must be 16-byte aligned"
     )
@@ -408,7 +415,6 @@ def _check_addressing(
     kv_indices: torch.Tensor | None,
     page_table: torch.Tensor | None,
     kv_lens: torch.Tensor | None,
-    qo_indptr: torch.Tensor | None,
     *,
     page_size: int,
 ) -> None:
@@ -416,13 +422,21 @@ def _check_addressing(
     _require(csr != (page_table is not None), "give kv_indptr and kv_indices, or page_table")
     _require(page_size >= 1, "page_size must be at least 1, not {}", page_size)
     _require(kv_lens is not None or (csr and page_size == 1), "kv_lens is needed with a page table or larger pages")
-    _check_int32(kv_indptr=kv_indptr, kv_indices=kv_indices, kv_lens=kv_lens, qo_indptr=qo_indptr)
     if page_table is not None:
         fits = page_table.dtype == torch.int32 and page_table.ndim == 2 and page_table.stride(1) == 1
         _require(fits, "page_table must be [B, max_pages] int32, rows contiguous")
 
 
-def _check_int32(**tensors: torch.Tensor | None) -> None:
+def _check_sizes(
+    batch: int, kv_indptr: torch.Tensor | None, kv_lens: torch.Tensor | None, qo_indptr: torch.Tensor | None
+) -> None:
+    named = (("kv_indptr", kv_indptr, batch + 1), ("kv_lens", kv_lens, batch), ("qo_indptr", qo_indptr, batch + 1))
+    for name, tensor, size in named:
+        _require(tensor is None or tensor.numel() == size, "{} must have {} elements", name, size)
+
+
+def _check_int32(device: torch.device, **tensors: torch.Tensor | None) -> None:
     for name, tensor in tensors.items():
         if tensor is not None:
             _require(tensor.dtype == torch.int32 and tensor.is_contiguous(), "{} must be contiguous int32", name)
+            _require(tensor.device == device, "{} is on {}, not on {}", name, tensor.device, device)

@@ -75,10 +75,10 @@ struct Work {
 
   __device__ void add(const Params& p, const Request& r) {
     const int kv_tiles = r.kv_tiles(), row_tiles = r.row_tiles(p.heads);
-    if (kv_tiles == 0) return;
+    if (kv_tiles == 0 || row_tiles == 0) return;
     items += row_tiles, tiles += row_tiles * kv_tiles, longest = max(longest, kv_tiles);
     // The last row tile sees all, the first all but the other tokens: on average half of them are not seen.
-    if (p.causal) unseen += row_tiles * (r.tokens - 1) / (2 * TOKENS);
+    if (p.causal) unseen += static_cast<i64>(row_tiles) * (r.tokens - 1) / (2 * TOKENS);
   }
 };
 
@@ -154,7 +154,7 @@ struct Rounds {
   }
 };
 
-// Lengths are only known on the device, so every block reads them all and finds its own span.
+// Lengths are only known on the device, so a block reads them all to find its own span.
 __device__ inline Span find_span(const Params& p, SpanMemory& s) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int each = (p.batch + THREADS - 1) / THREADS;

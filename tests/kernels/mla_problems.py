@@ -92,6 +92,7 @@ def problem(
     device,
     query_lens=None,
     page_size=None,
+    csr=False,
     dtype=torch.bfloat16,
     seed=0,
     spread=1.0,
@@ -105,7 +106,8 @@ def problem(
         lens: keys of each request.
         device: where the tensors live.
         query_lens: query tokens of each request, for extend.
-        page_size: None for a CSR pair over single rows, else a page table.
+        page_size: None for a CSR pair over single rows, else a page table, or with `csr` a CSR pair over pages.
+        csr: see `page_size`.
         dtype: of the query.
         seed: of everything drawn.
         spread: standard deviation of the query; large ones make attention peaky.
@@ -124,6 +126,12 @@ def problem(
         indices = torch.cat(drawn)
         addressing = {"kv_indptr": indptr, "kv_indices": indices}
         rows = csr_rows(indptr, indices)
+    elif csr:
+        indptr = torch.nn.functional.pad(torch.tensor(pages, device=device).cumsum(0), (1, 0)).int()
+        indices = torch.cat(drawn)
+        addressing = {"kv_indptr": indptr, "kv_indices": indices, "kv_lens": lens_t, "page_size": page_size}
+        offsets = torch.arange(page, device=device)
+        rows = [(own[:, None] * page + offsets).flatten()[:n] for own, n in zip(drawn, lens, strict=True)]
     else:
         # Entries past a request's pages are whatever was there before: here, far out of the pool.
         table = torch.full((len(lens), max([1, *pages]) + 1), 2**30, dtype=torch.int32, device=device)

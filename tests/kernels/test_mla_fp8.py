@@ -48,6 +48,11 @@ def test_page_table(device, page_size):
     problem(4, lens, device=device, page_size=page_size).check()
 
 
+@pytest.mark.parametrize("query_lens", [None, [1, 4, 2]])
+def test_csr_pair_over_pages(device, query_lens):
+    problem(5, [33, 1, 70], page_size=16, csr=True, query_lens=query_lens, device=device).check()
+
+
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("page_size", [None, 16])
 def test_extend(device, causal, page_size):

@@ -78,6 +78,13 @@ def test_page_tables(operator: Operator, page_size: int, query_lens: list[int] |
     case.check(TOLERANCE, operator=operator)
 
 
+@pytest.mark.parametrize("query_lens", [None, [1, 4, 8, 2]])
+def test_csr_pairs_over_pages(operator: Operator, query_lens: list[int] | None) -> None:
+    lens = [5, 400, 63, 2000]
+    case = problem(16, lens, device="cuda", page_size=16, csr=True, query_lens=query_lens)
+    case.check(TOLERANCE, operator=operator)
+
+
 @pytest.mark.parametrize("heads", [5, 16, 128])
 @pytest.mark.parametrize("causal", [True, False])
 def test_extend(operator: Operator, heads: int, causal: bool) -> None:

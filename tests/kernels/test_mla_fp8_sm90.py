@@ -117,6 +117,12 @@ def int32(*shape: int) -> torch.Tensor:
     return torch.zeros(*shape, dtype=torch.int32)
 
 
+def pages_apart(gap: int) -> torch.Tensor:
+    """A pool of pages of 64 rows, with some bytes between one page and the next."""
+    page = 64 * WIDTH + gap
+    return torch.zeros(3 * page, dtype=torch.uint8).as_strided((3, 64, 1, WIDTH), (page, WIDTH, WIDTH, 1))
+
+
 @pytest.mark.parametrize(
     ("changes", "complaint"),
     [
@@ -131,12 +137,15 @@ def int32(*shape: int) -> torch.Tensor:
         ({"pool": torch.zeros(8, 2, WIDTH, dtype=torch.uint8)}, "one head"),
         ({"pool": torch.zeros(8, 584, dtype=torch.uint8)[:, :WIDTH]}, "pool's rows"),
         ({"pool": torch.zeros(8, 4, 1, WIDTH, dtype=torch.uint8)[:, :2]}, "end to end"),
+        ({"pool": pages_apart(32)}, "end to end"),
         ({"kv_indices": torch.zeros(5, dtype=torch.int64)}, "kv_indices"),
         ({"kv_indptr": None}, "kv_indptr and kv_indices, or page_table"),
         ({"page_table": int32(2, 4)}, "kv_indptr and kv_indices, or page_table"),
         ({"kv_indptr": None, "kv_indices": None, "page_table": int32(2, 4)}, "kv_lens is needed"),
         ({"kv_indptr": torch.tensor([0, 2, 5])}, "kv_indptr must be"),
         ({"page_size": 64}, "kv_lens is needed"),
+        ({"page_size": 64, "kv_lens": int32(3)}, "kv_lens must have 2 elements"),
+        ({"kv_lens": int32(2).to("meta")}, "kv_lens is on meta, not on cpu"),
         ({"page_size": 0}, "page_size"),
         ({"qo_indptr": int32(2)}, "qo_indptr must have 3"),
         ({"out": torch.zeros(2, 16, LATENT, dtype=torch.float64)}, "out must be"),
@@ -152,11 +161,18 @@ def test_a_wrong_argument_is_named(changes: dict[str, Any], complaint: str) -> N
 
 
 def test_a_schedule_serves_calls_of_its_own_shape_alone() -> None:
-    made = mla_fp8_sm90.Schedule(int32(0), choose_tile(2, 16, 2), (2, 16, 2))
+    made = mla_fp8_sm90.Schedule(int32(0), choose_tile(2, 16, 2), (2, 16, 2), csr=True)
     with pytest.raises(
         ValueError, match=r"the schedule is for \(tokens, heads, requests\) \(2, 16, 2\), not \(3, 16, 2\)"
     ):
         mla_fp8_sm90.mla_fp8_sm90(**arguments(query=bf16(3, 16, WIDTH), qo_indptr=int32(3), schedule=made))
+
+
+def test_a_schedule_without_kv_indptr_serves_page_tables_alone() -> None:
+    """It would send every block to the first request's pages."""
+    made = mla_fp8_sm90.Schedule(int32(0), choose_tile(2, 16, 2), (2, 16, 2), csr=False)
+    with pytest.raises(ValueError, match="the schedule was made without kv_indptr"):
+        mla_fp8_sm90.mla_fp8_sm90(**arguments(schedule=made))
 
 
 @pytest.mark.parametrize(
@@ -166,6 +182,8 @@ def test_a_schedule_serves_calls_of_its_own_shape_alone() -> None:
         ({"kv_lens": int32(2), "tokens": 5}, "go together"),
         ({"kv_lens": int32(2), "qo_indptr": int32(3)}, "go together"),
         ({"kv_lens": torch.zeros(2, dtype=torch.int64)}, "kv_lens must be contiguous int32"),
+        ({"kv_lens": int32(2), "kv_indptr": int32(4)}, "kv_indptr must have 3 elements"),
+        ({"kv_lens": int32(2), "qo_indptr": int32(2), "tokens": 4}, "qo_indptr must have 3 elements"),
     ],
 )
 def test_a_schedule_needs_lengths(lengths: dict[str, Any], complaint: str) -> None:
@@ -178,6 +196,15 @@ def test_nothing_to_do_needs_no_device() -> None:
     out, lse = mla_fp8_sm90.mla_fp8_sm90(**empty)
     assert out.shape == (0, 16, LATENT)
     assert lse.shape == (0, 16)
+
+
+def test_no_request_at_all_means_that_no_token_sees_anything() -> None:
+    out, lse = mla_fp8_sm90.mla_fp8_sm90(
+        **arguments(query=bf16(3, 16, WIDTH), kv_indptr=int32(1), qo_indptr=int32(1), out=bf16(3, 16, LATENT) + 1)
+    )
+    assert (out == 0).all()
+    assert (lse == -torch.inf).all()
+    assert choose_tile(3, 16, 0).rows == 64
 
 
 def test_without_a_gpu_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -147,6 +147,21 @@ def test_blocks_of_an_extend_have_about_as_much_to_see(program: Path, requests: 
     assert max(work) <= 1.1 * sum(work) / 132
 
 
+def test_an_extend_of_more_rows_than_an_int_can_square_is_as_even(program: Path) -> None:
+    requests = [(40_000, 40_000)]
+    made = plan(program, 132, 16, requests, causal=True)
+    work = [sum(piece.tiles for piece in made.pieces if piece.block == block) for block in range(132)]
+    assert max(work) <= 1.1 * sum(work) / 132
+
+
+def test_a_request_without_query_tokens_has_no_say(program: Path) -> None:
+    """Nor do its keys: equal requests beside it are still one block's part each."""
+    requests = [(1, 2048)] * 16 + [(0, 200_000)]
+    made = plan(program, 132, 16, requests)
+    check(made, requests, 16)
+    assert len({piece.block for piece in made.pieces}) == len(made.pieces)
+
+
 def test_row_tiles_of_a_request_are_read_at_the_same_time(program: Path) -> None:
     """By neighbouring blocks in the same round, so that the second finds in L2 what the first read."""
     made = plan(program, 132, 128, [(1, 4096)] * 33)  # of eight row tiles here, on 132 blocks: two rounds
