@@ -158,6 +158,10 @@ def _nvrtc() -> _Nvrtc | None:
 
 def _open_nvrtc(path: str) -> _Nvrtc | None:
     try:
+        # It opens its builtins by their bare name, which 13.0 finds beside itself only if they are loaded already.
+        beside = Path(path).parent.glob("libnvrtc-builtins.so.*") if "/" in path else ()
+        for builtins in beside:
+            ctypes.CDLL(str(builtins))
         return _Nvrtc(ctypes.CDLL(path))
     except OSError:
         return None
