@@ -8,7 +8,7 @@ the attention on both sides.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from enum import Enum
 
 import msgspec
@@ -16,6 +16,7 @@ import msgspec
 from mla_diag.diagnose.attention import is_attention
 from mla_diag.diagnose.diagnosis import SCHEMA_VERSION, Diagnosis, Finding, Op, Source, StageReport, Tool
 from mla_diag.diagnose.kernel_names import short_kernel_name
+from mla_diag.diagnose.rules import dropped_events
 from mla_diag.diagnose.step_spans import Stage
 
 # A change under this part of the shorter step is not told from noise: an op of two recordings of one server differs so.
@@ -70,10 +71,11 @@ class StageChange(msgspec.Struct, frozen=True):
         overlap: Whether kernels overlap on a side by more than 5 % of their time. Launched early (programmatic
             dependent launch), they hold what they wait for the one ahead; on several streams, they run side by side.
             What a step takes is then its busy time, else its device time.
-        speedup: What a step takes before over after: above 1 is faster.
+        speedup: What a step takes before over after: above 1 is faster. 0 where that cannot be told: a side has no
+            device time, or lost so much that its figures are too low (`Comparison.doubts`).
         ops: What changed, the largest change first, then what did not.
-        fixed: Kinds of finding that were there before and are not after.
-        new: Kinds of finding that are there after and were not before.
+        fixed: Kinds of finding that were there before and are not after; none where the speedup cannot be told.
+        new: Kinds of finding that are there after and were not before; the same.
     """
 
     stage: Stage
@@ -99,11 +101,13 @@ class Comparison(msgspec.Struct, frozen=True):
         stages: Those that both have.
         only_before: Stages that only the first has.
         only_after: Stages that only the second has.
+        doubts: A line for each trace that lost something, so that figures of its side may be wrong.
     """
 
     stages: list[StageChange]
     only_before: list[Stage]
     only_after: list[Stage]
+    doubts: list[str]
     schema_version: int = SCHEMA_VERSION
     tool: Tool = Tool()
 
@@ -116,35 +120,58 @@ class Comparison(msgspec.Struct, frozen=True):
 
 def compare(before: Diagnosis, after: Diagnosis) -> Comparison:
     """Compare two diagnoses stage by stage."""
-    slowest_before, slowest_after = _slowest(before), _slowest(after)
-    common = [stage for stage in Stage if stage in slowest_before and stage in slowest_after]
+    by_stage = [_by_stage(diagnosis) for diagnosis in (before, after)]
+    too_low = any(finding.evidence.get("too_low") for finding in (*_dropped(before), *_dropped(after)))
     return Comparison(
         stages=[
-            _compare_stage(slowest_before[stage], slowest_after[stage], before.findings, after.findings)
-            for stage in common
+            _compare_stage(by_stage[0][stage], by_stage[1][stage], before.findings, after.findings, too_low=too_low)
+            for stage in Stage
+            if stage in by_stage[0] and stage in by_stage[1]
         ],
-        only_before=[stage for stage in slowest_before if stage not in slowest_after],
-        only_after=[stage for stage in slowest_after if stage not in slowest_before],
+        only_before=[stage for stage in by_stage[0] if stage not in by_stage[1]],
+        only_after=[stage for stage in by_stage[1] if stage not in by_stage[0]],
+        doubts=[*_doubts("before", before), *_doubts("after", after)],
     )
 
 
-def _slowest(diagnosis: Diagnosis) -> dict[Stage, StageReport]:
-    found: dict[Stage, StageReport] = {}
-    for stage in diagnosis.stages:
-        if stage.stage not in found or stage.device_ms_per_step > found[stage.stage].device_ms_per_step:
-            found[stage.stage] = stage
-    return found
+def _doubts(side: str, diagnosis: Diagnosis) -> Iterator[str]:
+    for finding in _dropped(diagnosis):
+        which = f", {diagnosis.traces[finding.trace].path}" if len(diagnosis.traces) > 1 else ""
+        yield f"{side}{which}: {finding.title}"
+
+
+def _dropped(diagnosis: Diagnosis) -> list[Finding]:
+    return [finding for finding in diagnosis.findings if finding.kind == dropped_events.KIND]
+
+
+def _by_stage(diagnosis: Diagnosis) -> dict[Stage, list[StageReport]]:
+    """The ranks of each stage."""
+    found: dict[Stage, list[StageReport]] = defaultdict(list)
+    for report in diagnosis.stages:
+        found[report.stage].append(report)
+    return dict(found)
 
 
 def _compare_stage(
-    before: StageReport, after: StageReport, findings_before: Sequence[Finding], findings_after: Sequence[Finding]
+    ranks_before: Sequence[StageReport],
+    ranks_after: Sequence[StageReport],
+    findings_before: Sequence[Finding],
+    findings_after: Sequence[Finding],
+    *,
+    too_low: bool,
 ) -> StageChange:
+    ranks = (*ranks_before, *ranks_after)
+    overlap = any(side.busy_ms_per_step < (1 - OVERLAP) * side.device_ms_per_step for side in ranks)
+
+    def taken(report: StageReport) -> float:
+        return report.busy_ms_per_step if overlap else report.device_ms_per_step
+
+    before, after = max(ranks_before, key=taken), max(ranks_after, key=taken)
+    told = taken(before) > 0 and taken(after) > 0 and not too_low
     kinds_before = {finding.kind for finding in findings_before if finding.stage is before.stage}
     kinds_after = {finding.kind for finding in findings_after if finding.stage is after.stage}
     noise = SAME * min(before.device_ms_per_step, after.device_ms_per_step)
     changes = [_change(old, new, noise) for old, new in _match(before.ops, after.ops)]
-    overlap = any(side.busy_ms_per_step < (1 - OVERLAP) * side.device_ms_per_step for side in (before, after))
-    old_ms, new_ms = (side.busy_ms_per_step if overlap else side.device_ms_per_step for side in (before, after))
     return StageChange(
         stage=before.stage,
         before_steps=before.steps,
@@ -156,10 +183,10 @@ def _compare_stage(
         before_wall_ms=before.wall_ms_per_step,
         after_wall_ms=after.wall_ms_per_step,
         overlap=overlap,
-        speedup=old_ms / new_ms if new_ms else 0.0,
+        speedup=taken(before) / taken(after) if told else 0.0,
         ops=sorted(changes, key=lambda change: (change.change is Change.SAME, -abs(change.delta_ms_per_step))),
-        fixed=sorted(kinds_before - kinds_after),
-        new=sorted(kinds_after - kinds_before),
+        fixed=sorted(kinds_before - kinds_after) if told else [],
+        new=sorted(kinds_after - kinds_before) if told else [],
     )
 
 

@@ -10,6 +10,7 @@ from mla_diag.diagnose.diagnosis import Diagnosis, Finding, StageReport, TraceRe
 from mla_diag.diagnose.mapping import read_reference
 from mla_diag.diagnose.per_trace import Known, explain_trace
 from mla_diag.diagnose.rules import CROSS_RULES, KINDS
+from mla_diag.diagnose.saved_report import report_version
 from mla_diag.diagnose.server_info import ServerInfo
 from mla_diag.diagnose.step_spans import Stage
 from mla_diag.diagnose.verdict import check_ignored
@@ -142,7 +143,7 @@ def find_traces(paths: Iterable[str | TraceFile]) -> list[TraceFile]:
 
 def _local_traces(path: Path) -> list[Path]:
     if path.is_dir():
-        return sorted(file for file in path.iterdir() if _is_trace(file.name))
+        return sorted(file for file in path.iterdir() if _is_trace(file.name) and report_version(file) is None)
     if not path.exists() and glob.has_magic(str(path)):
         return sorted(map(Path, glob.glob(str(path), recursive=True)))  # noqa: PTH207 - any pattern, not of one root
     return [path]

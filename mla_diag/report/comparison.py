@@ -24,6 +24,8 @@ def print_comparison(comparison: Comparison, console: Console, top: int) -> None
         console: Where to.
         top: Ops a stage.
     """
+    for doubt in comparison.doubts:
+        console.print(Text(f"dropped-events {doubt}", "yellow"), soft_wrap=True)
     for number, stage in enumerate(comparison.stages):
         for line in [*([Text()] if number else []), *_header(stage), Text(), *_ops(stage, top, console)]:
             line.rstrip()
@@ -57,10 +59,11 @@ def _header(stage: StageChange) -> Iterator[Text]:
 
 
 def _ratio(speedup: float) -> tuple[str, str]:
-    """How many times as fast or slow, and the style of that; a speedup of 0 stands for a side without device time."""
+    """How many times as fast or slow, and the style of that; a speedup of 0 stands for one that cannot be told."""
     if not speedup:
         return "not to be compared", "bold yellow"
-    times = f"{max(speedup, 1 / speedup):.3g}"
+    ratio = max(speedup, 1 / speedup)
+    times = f"{ratio:,.0f}" if ratio >= 1000 else f"{ratio:.3g}"
     if times == "1":
         return "as fast", "bold"
     return (f"{times} times as fast", "bold green") if speedup > 1 else (f"{times} times as slow", "bold red")

@@ -112,6 +112,11 @@ def _look(case: StageCase) -> tuple[list[_Loss], dict[str, Any]]:
         "idle_graph_replays": replays.idle,
         "idle_share_of_worst_replay": replays.idle_most,
     }
+    evidence["too_low"] = bool(
+        (incomplete == len(steps.spans) > 0)
+        or (silent >= DROPPED_SHARE * max(len(calls), 1) and not damage.truncated)
+        or max(replays.empty, replays.short, replays.idle)
+    )
     return list(_losses(case, evidence, replays)), evidence
 
 
