@@ -23,7 +23,7 @@ MLA_HEADS = 128
 # The pool is copied alike in every layer; a model may have a few of another kind.
 _SAME_SIZE = 0.8
 
-_MATRIX_PRODUCT = re.compile(r"(?:^|::)_?(?:mm|bmm|addmm|baddbmm|linear|matmul|scaled_mm)$|gemm", re.IGNORECASE)
+_MATRIX_PRODUCT = re.compile(r"(?:^|::)_?(?:mm|bmm|addmm|baddbmm|linear|matmul)$|gemm|scaled_mm|_matmul", re.IGNORECASE)
 _BATCH = re.compile(r"\b(?:bs|toks|raw_bs)=(\d+)")
 
 

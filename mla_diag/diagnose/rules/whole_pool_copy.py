@@ -26,8 +26,9 @@ KIND = "whole-pool-copy"
 
 # Ops that move every element of the tensors they are given.
 _WHOLE = {"copy_", "clone", "contiguous", "_to_copy", "to", "flip", "roll", "repeat", "index_fill"}
-# Ops that move the rows that their index names.
-_INDEXED = {"index_select", "embedding", "gather", "take_along_dim"}
+# Ops that move the rows that their index names, and those that move the elements.
+_BY_ROW = {"index_select", "embedding"}
+_BY_ELEMENT = {"gather", "take_along_dim"}
 
 
 @dataclass(frozen=True)
@@ -113,8 +114,9 @@ def _indexed_elements(op: Op, name: str, pool: Pool, table: list[int]) -> int | 
     """Elements of the pool that an op's index names, or None if it has none."""
     row = math.prod(table[1:])
     shapes = op.shapes or []
-    if name in _INDEXED and len(shapes) > 1:
-        return math.prod(shapes[1]) * row if pool.held_by(shapes[0]) else None
+    if name in _BY_ROW | _BY_ELEMENT and len(shapes) > 1:
+        named = math.prod(shapes[1]) * (row if name in _BY_ROW else 1)
+        return named if pool.held_by(shapes[0]) else None
     if name != "index":
         return None
     # The indices of this one are not recorded; it launches a thread for each element, or a block for each row.
@@ -189,8 +191,11 @@ def _finding(case: StageCase, copies: list[_Copy]) -> Finding:
     pool = first.pool
     needed = rows_needed(case.trace, _names_of_steps(case))
     dtypes = first.row.op.dtypes
-    if dtypes and len(set(dtypes)) == 2:
-        change = f"converted from {dtypes[1]} to {dtypes[0]}"
+    # An index is of another type and converts nothing.
+    cast = dtypes if _name(first.row.op) in _WHOLE else None
+    types = [cast[place] for place, _ in _held(first.row.op, pool)] if cast else []
+    if len(set(types)) == 2:
+        change = f"converted from {types[1]} to {types[0]}"
     else:
         change = "converted" if converts(first.row.op.kernel) else "copied"
     return case.finding(

@@ -187,8 +187,15 @@ NEAR_MISSES = {
     "index_select of a few rows": one_op(
         "aten::index_select", **tensor_arguments(([ROWS, 1, 576], FP8), ([2_000], "long int"))
     ),
+    "gather of a few rows' elements": one_op(
+        "aten::gather", **tensor_arguments(([ROWS, 1, 576], FP8), ([2_000, 1, 576], "long int"))
+    ),
     "a copy of as many scales as the pool has rows": one_op(
         "aten::copy_", **tensor_arguments(([ROWS, 1], "float"), ([ROWS, 1], "float"))
+    ),
+    "keys of a cached prefix, after a product in FP8": in_order(
+        one_op("sgl_kernel::fp8_scaled_mm", **tensor_arguments(([20_000, 512], FP8), ([512, 4_096], FP8))),
+        one_op("aten::cat", dims=[[[20_000, 16, 128], [20_000, 16, 64]], []], types=["TensorList", "Scalar"]),
     ),
     "the queries of drafts that are verified": one_op(
         "aten::copy_", **tensor_arguments(([256, 128, 576], BF16), ([256, 128, 576], BF16))
@@ -244,6 +251,12 @@ def test_a_memset_of_the_pool_at_start_up_is_none(tmp_path: Path):
     builder.span("step[DECODE bs=1]", 0, 1000)
     builder.dispatch("aten::mm", 10, [("gemm", 20, 60)], **tensor_arguments(([1, 64], BF16), ([64, 64], BF16)))
     assert found(builder.write(tmp_path / "t.json")) == []
+
+
+def test_an_index_is_not_what_the_pool_is_converted_from(tmp_path: Path):
+    """Its type is another than the pool's, and no cast is made."""
+    (finding,) = found(decode(tmp_path / "t.json", POOL_COPIES["index_select of every row"]))
+    assert "576, is copied 4 times a step" in finding.title
 
 
 def test_each_pool_that_is_copied_has_its_own_finding(tmp_path: Path):
