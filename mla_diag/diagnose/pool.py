@@ -52,11 +52,16 @@ class Pool:
         return self.rows * self.width
 
     def spanned_by(self, shape: Sequence[int]) -> bool:
-        """Whether a tensor of this shape has as many rows, of whatever width: by one dimension, or by pages."""
-        return any(rows.number == self.rows for rows in as_rows(shape))
+        """Whether a tensor of this shape has as many rows, of whatever width, or is the pool in another order."""
+        return self.held_by(shape) is not None or any(rows.number == self.rows for rows in as_rows(shape))
 
     def held_by(self, shape: Sequence[int]) -> int | None:
-        """The elements of each row that a tensor of this shape has, if it may be the pool or a view of all its rows."""
+        """The elements of each row that a tensor of this shape has, if it may be the pool or a view of all its rows.
+
+        As many elements as the pool has are the pool flattened or transposed.
+        """
+        if math.prod(shape) == self.elements:
+            return self.width
         widths = [rows.width for rows in as_rows(shape) if rows.number == self.rows]
         return next((width for width in widths if width == self.width or width in self.columns), None)
 
@@ -69,8 +74,8 @@ def batch_sizes(step_name: str) -> list[int]:
 def find_pools(ops: Iterable[RankedOp], step_names: Iterable[str], server: ServerInfo | None) -> list[Pool]:
     """The pools that ops of some steps work on, from the shapes of their inputs, that of most of the work first.
 
-    The others have as many rows: a draft model's, values beside wider keys, an index beside the latents. SGLang gives
-    all of them the slots of one allocator.
+    The others have as many rows, or those that the server says without the padding: a draft model's, values beside
+    wider keys, an index beside the latents. SGLang gives all of them the slots of one allocator.
 
     Args:
         ops: Ops of every stage of one trace.
@@ -88,9 +93,8 @@ def _by_server(ops: Sequence[RankedOp], server: ServerInfo | None, batch: set[in
     if server is None or server.pool_rows is None:
         return []
     rows = {server.pool_rows, server.pool_tokens} - batch
-    return _pools(
-        buffers(ops, lambda found, shape: found.number in rows and found.width >= NARROWEST_ROW), "server-info", "high"
-    )
+    found = buffers(ops, lambda found, shape: found.number in rows and found.width >= NARROWEST_ROW)
+    return _pools(found, "server-info", "high")
 
 
 def _said_by_server(server: ServerInfo | None, batch: set[int]) -> list[Pool]:
@@ -140,17 +144,17 @@ def _by_recurrence(ops: Sequence[RankedOp], batch: set[int], steps: int) -> list
         for (rows, width), buffer in found.items()
         if rows in sure and (buffer.deep or width >= NARROWEST_ROW)
     }
-    return _pools(wide, "recurrence", "high" if batch else "medium")
+    pools = _pools(wide, "recurrence", "high" if batch else "medium")
+    return [pool for pool in pools if pool.rows == pools[0].rows]
 
 
 def _pools(found: Buffers, source: str, confidence: str) -> list[Pool]:
-    """Buffers as pools, by what the launches on them would move; only those with the rows of the first."""
-    ordered = sorted(found, key=lambda key: (found[key].launches * key[0] * key[1], key), reverse=True)
-    return [
-        Pool(rows, width, source, confidence, frozenset(found[rows, width].columns))
-        for rows, width in ordered
-        if rows == ordered[0][0]
-    ]
+    """Buffers as pools: first those of most rows, and of these what the launches on them would move most of.
+
+    The keys of a cached prefix have fewer rows than the pool that they come from, and in many heads more elements.
+    """
+    ordered = sorted(found, key=lambda key: (key[0], found[key].launches * key[1], key[1]), reverse=True)
+    return [Pool(*key, source, confidence, frozenset(found[key].columns)) for key in ordered]
 
 
 def pool_from_geometry(copies: Sequence[Elements], step_names: Iterable[str], server: ServerInfo | None) -> Pool | None:

@@ -191,11 +191,9 @@ def _finding(case: StageCase, copies: list[_Copy]) -> Finding:
     pool = first.pool
     needed = rows_needed(case.trace, _names_of_steps(case))
     dtypes = first.row.op.dtypes
-    # An index is of another type and converts nothing.
-    cast = dtypes if _name(first.row.op) in _WHOLE else None
-    types = [cast[place] for place, _ in _held(first.row.op, pool)] if cast else []
-    if len(set(types)) == 2:
-        change = f"converted from {types[1]} to {types[0]}"
+    # Only this op is given both: the other tensor of a selection is its index.
+    if _name(first.row.op) == "copy_" and dtypes and len(set(dtypes)) == 2:
+        change = f"converted from {dtypes[1]} to {dtypes[0]}"
     else:
         change = "converted" if converts(first.row.op.kernel) else "copied"
     return case.finding(

@@ -114,6 +114,32 @@ POOL_COPIES = {
 }
 
 
+REORDERED = {
+    "flat": ([ROWS * 1024], [ROWS * 1024]),
+    "heads as rows": ([ROWS * 8, 128], [ROWS * 8, 128]),
+    "heads first": ([8, ROWS, 128], [8, ROWS, 128]),
+}
+
+
+@pytest.mark.parametrize("server", [None, SERVER], ids=["recurrence", "server"])
+@pytest.mark.parametrize("shapes", REORDERED.values(), ids=REORDERED.keys())
+def test_a_pool_that_is_copied_in_another_order_is_found(
+    tmp_path: Path, shapes: tuple[list[int], list[int]], server: ServerInfo | None
+):
+    attention = one_op("aiter::mha_batch_prefill", **tensor_arguments(([ROWS, 8, 128], FP8), ([ROWS, 8, 128], FP8)))
+    copy = one_op("aten::copy_", **tensor_arguments((shapes[0], BF16), (shapes[1], FP8)))
+    (finding,) = found(decode(tmp_path / "t.json", in_order(attention, copy)), server=server)
+    assert (finding.evidence["pool_rows"], finding.evidence["pool_width"]) == (ROWS, 1024)
+    assert finding.evidence["elements_per_call"] == ROWS * 1024
+
+
+def test_a_copy_without_the_page_of_padding_is_found_by_the_servers_tokens(tmp_path: Path):
+    attention = one_op("aiter::mla_decode_fwd", **tensor_arguments(([ROWS, 1, 576], FP8)))
+    copy = one_op("aten::copy_", **tensor_arguments(([ROWS - 1, 1, 576], BF16), ([ROWS - 1, 1, 576], FP8)))
+    (finding,) = found(decode(tmp_path / "t.json", in_order(attention, copy)), server=SERVER)
+    assert (finding.evidence["pool_rows"], finding.evidence["pool_width"]) == (ROWS - 1, 576)
+
+
 @pytest.mark.parametrize("layer", POOL_COPIES.values(), ids=POOL_COPIES.keys())
 def test_every_way_to_copy_the_pool_is_found(tmp_path: Path, layer: Callable[[TraceBuilder, float], None]):
     if layer is POOL_COPIES["advanced index of every row"]:
@@ -196,6 +222,10 @@ NEAR_MISSES = {
     "keys of a cached prefix, after a product in FP8": in_order(
         one_op("sgl_kernel::fp8_scaled_mm", **tensor_arguments(([20_000, 512], FP8), ([512, 4_096], FP8))),
         one_op("aten::cat", dims=[[[20_000, 16, 128], [20_000, 16, 64]], []], types=["TensorList", "Scalar"]),
+    ),
+    "keys of a cached prefix beside the pool": in_order(
+        one_op("aiter::mla_decode_fwd", **tensor_arguments(([ROWS, 1, 576], FP8))),
+        one_op("aten::copy_", **tensor_arguments(([20_000, 128, 128], BF16), ([20_000, 128, 128], BF16))),
     ),
     "the queries of drafts that are verified": one_op(
         "aten::copy_", **tensor_arguments(([256, 128, 576], BF16), ([256, 128, 576], BF16))
@@ -424,62 +454,3 @@ def test_under_graphs_what_follows_the_batch_or_precedes_no_attention_is_none(
     tmp_path: Path, copies: list[int], bs: int, attention: bool
 ):
     assert found(replayed(tmp_path / "t.json", copies, bs, attention=attention)) == []
-
-
-# The recordings.
-
-
-def facts(finding: Finding) -> tuple[Any, ...]:
-    cause = finding.cause
-    assert cause is not None
-    return finding.evidence["calls_per_step"], cause.file.rpartition("/")[2], cause.function, cause.inferred
-
-
-@pytest.mark.parametrize(
-    ("recording", "cost", "file", "function", "inferred"),
-    [
-        ("base-eager-decode", 67.66, "flashinfer_mla_backend.py", "forward_decode", True),
-        ("base-eager-decode-stack", 67.65, "flashinfer_mla_backend.py", "forward_decode", False),
-        ("base-prefix-extend-stack", 66.32, "flashinfer_mla_backend.py", "forward_extend", False),
-        ("base-graph-decode", 66.45, "flashinfer_mla_backend.py", "forward_decode", True),
-        ("fa3-graph-decode", 66.22, "flashattention_backend.py", "forward_decode", True),
-    ],
-)
-def test_recordings_with_the_defect(
-    recordings: Path, recording: str, cost: float, file: str, function: str, inferred: bool
-):
-    (finding,) = found(recordings / f"{recording}.trace.json.gz")
-    assert facts(finding) == (78, file, function, inferred)
-    assert finding.cost_ms_per_step == pytest.approx(cost, abs=0.01)
-    assert finding.evidence["bytes_per_step"] == pytest.approx(66.79e9, rel=1e-3)
-    assert finding.evidence["pool_rows"] == 495_553
-    assert finding.evidence["bandwidth_share"] == pytest.approx(0.21, abs=0.01)
-
-
-@pytest.mark.parametrize("recording", ["native-graph-decode", "bf16kv-graph-decode", "base-eager-extend-stack"])
-def test_recordings_without_it(recordings: Path, recording: str):
-    path = recordings / f"{recording}.trace.json.gz"
-    server = ServerInfo("0.5.17", 495_552, 1, "fp8_e4m3", "flashinfer", None, None, True)
-    assert found(path) == []
-    assert found(path, server=server) == []
-
-
-def test_no_public_trace_has_it(shared_traces: Path):
-    for path in sorted((shared_traces / "public").glob("*.json.gz")):
-        if path.name not in ("hta-cpu-only.json.gz", "hta-rank-not-found.json.gz"):
-            assert found(path) == [], path.name
-
-
-@pytest.mark.parametrize("server", [False, True])
-def test_a_mapping_gives_a_replay_its_line(recordings: Path, server: bool):
-    info = ServerInfo("0.5.17", 495_552, 1, "fp8_e4m3", "flashinfer", None, None, True) if server else None
-    (finding,) = found(
-        recordings / "base-graph-decode.trace.json.gz",
-        mapping=recordings / "base-eager-decode-stack.trace.json.gz",
-        server=info,
-    )
-    assert facts(finding) == (78, "flashinfer_mla_backend.py", "forward_decode", False)
-    assert finding.cause is not None
-    assert finding.cause.line == 616
-    assert finding.evidence["dtypes"] == ["BFloat16", "Float8_e4m3fn"]
-    assert finding.confidence == "high"
