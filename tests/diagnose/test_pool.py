@@ -138,6 +138,19 @@ def test_a_contiguous_latent_is_not_the_pool_that_it_is_copied_from(tmp_path: Pa
 
 
 @pytest.mark.parametrize("source", SERVERS)
+def test_contiguous_keys_are_not_the_blocks_that_they_are_copied_from(tmp_path: Path, source: str):
+    keys = [PAGES, PAGE, 8, 128], [2 * PAGE * 1024, 1024, 128, 1]
+    copy = ("aten::copy_", 1, (whole(PAGES, PAGE, 8, 128), keys))
+    attention = ("vllm::unified_attention", 5, (whole(PAGES, PAGE, 8, 128),))
+    (pool,) = pools(ranked(tmp_path / "t.json", copy, attention), source)
+    assert (pool.rows, pool.width, pool.columns) == (ROWS, 2048, {1024})
+
+
+def test_the_servers_rows_are_not_looked_for_in_a_batch_of_as_many_tokens():
+    assert find_pools([], [f"step[EXTEND bs=1 toks={ROWS}]"], SERVERS["server-info"]) == []
+
+
+@pytest.mark.parametrize("source", SERVERS)
 def test_a_draft_models_pool_and_an_index_come_after_the_models_own(tmp_path: Path, source: str):
     ops = [
         ("sgl_kernel::fwd", 3, FA3),

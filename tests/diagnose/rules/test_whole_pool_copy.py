@@ -436,6 +436,13 @@ def test_under_graphs_a_pool_of_the_same_rows_that_no_shape_showed_is_told_by_it
     assert (finding.evidence["pool_source"], finding.confidence) == ("geometry", "medium")
 
 
+def test_under_graphs_a_pool_far_narrower_than_the_first_is_told_by_its_size(tmp_path: Path):
+    models = one_op("sgl_kernel::fwd", **tensor_arguments(([ROWS, 1, 576], BF16)))
+    drafts = one_op("sgl_kernel::fwd", **tensor_arguments(([ROWS, 2, 64], BF16), ([ROWS, 2, 64], BF16)))
+    (finding,) = found(both_stages(tmp_path / "t.json", in_order(models, drafts), [ROWS * 128]))
+    assert (finding.evidence["pool_rows"], finding.evidence["pool_width"], finding.confidence) == (ROWS, 128, "high")
+
+
 def test_under_graphs_a_copy_of_no_pools_size_is_hardly_sure(tmp_path: Path):
     attention = one_op("sgl_kernel::fwd", **tensor_arguments(([ROWS, 1, 576], BF16)))
     (finding,) = found(both_stages(tmp_path / "t.json", attention, [ROWS * 1024 + ROWS // 2]))
