@@ -32,7 +32,7 @@ class StageCase:
         report: The stage's figures; its ops are those of `ranked`, in the same order.
         ranked: The ops with the device events behind each.
         gpu: The card.
-        pool: The KV pool, if the trace or the server gives it away.
+        pools: The KV pools that the trace or the server gives away, first the one that is most of the work.
         server: What the server says of itself, if it was given.
     """
 
@@ -42,7 +42,7 @@ class StageCase:
     report: StageReport
     ranked: list[RankedOp]
     gpu: Gpu
-    pool: Pool | None
+    pools: list[Pool]
     server: ServerInfo | None = field(default=None)
 
     @cached_property

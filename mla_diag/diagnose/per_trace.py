@@ -13,7 +13,7 @@ from mla_diag.diagnose.diagnosis import Finding, Op, StageReport, TraceReport
 from mla_diag.diagnose.gpu import gpu_of
 from mla_diag.diagnose.mapping import Mapping, Reference, map_kernels
 from mla_diag.diagnose.notes import notes
-from mla_diag.diagnose.pool import Pool, find_pool, pool_from_geometry
+from mla_diag.diagnose.pool import Pool, find_pools, pool_from_geometry
 from mla_diag.diagnose.ranking import RankedOp, rank_ops
 from mla_diag.diagnose.rules import RULES
 from mla_diag.diagnose.server_info import ServerInfo
@@ -95,11 +95,11 @@ def explain_trace(trace: Trace, index: int = 0, known: Known | None = None) -> T
         coordinates=trace.coordinates,
     )
     ranked = {stage: _ranked(trace, links, steps, stage, mapping) for stage in Stage if len(steps.of(stage))}
-    pool = _pool(trace, steps, ranked, known.server)
+    pools = _pools(trace, steps, ranked, known.server)
     reports, findings = [], []
     for stage, rows in ranked.items():
         report = _stage_report(trace, steps, stage, index, [row.op for row in rows])
-        case = StageCase(trace, links, steps, report, rows, gpu, pool, known.server)
+        case = StageCase(trace, links, steps, report, rows, gpu, pools, known.server)
         findings += [finding for rule in RULES.values() for finding in rule(case)]
         reports.append(report)
     return TraceDiagnosis(summary, reports, findings)
@@ -110,18 +110,20 @@ def _ranked(trace: Trace, links: Links, steps: Steps, stage: Stage, mapping: Map
     return rank_ops(trace, links, np.flatnonzero(np.isin(steps.inside, chosen)), len(chosen), mapping)
 
 
-def _pool(trace: Trace, steps: Steps, ranked: dict[Stage, list[RankedOp]], server: ServerInfo | None) -> Pool | None:
-    """The pool, by the server or by shapes, else by what is copied before attention."""
+def _pools(trace: Trace, steps: Steps, ranked: dict[Stage, list[RankedOp]], server: ServerInfo | None) -> list[Pool]:
+    """The pools, by the server or by shapes, else by what is copied before attention."""
     names = [name for number, name in enumerate(steps.spans.names) if steps.counted[number]]
-    pool = find_pool((row.op for rows in ranked.values() for row in rows), names, server)
-    if pool is not None and pool.confidence == "high":
-        return pool
+    pools = find_pools((row for rows in ranked.values() for row in rows), names, server)
+    if pools and pools[0].confidence == "high":
+        return pools
     events = np.flatnonzero((steps.inside != MISSING) & steps.counted[steps.inside])
-    copied = pool_from_geometry([copy.elements.most for copy in copies_before_attention(trace, events)], names)
-    if pool is None or copied is None:
-        return pool or copied
+    copied = pool_from_geometry([copy.elements for copy in copies_before_attention(trace, events)], names, server)
+    if copied is None:
+        return pools
     # Two accounts of the pool: where they agree it is sure, else what the trace shows goes before what a server says.
-    return replace(pool, confidence="high") if copied.rows == pool.rows else copied
+    if pools and copied.rows == pools[0].rows:
+        return [replace(pools[0], width=copied.width, confidence="high")]
+    return [copied]
 
 
 def _stage_report(trace: Trace, steps: Steps, stage: Stage, index: int, ops: list[Op]) -> StageReport:

@@ -10,7 +10,7 @@ import numpy as np
 from mla_diag.diagnose.diagnosis import KernelUse, Op, Source
 from mla_diag.diagnose.geometry import bytes_moved, extents
 from mla_diag.diagnose.mapping import MappedOp, Mapping, mapped_op
-from mla_diag.diagnose.traffic import bytes_from_shapes, bytes_of_memcpy
+from mla_diag.diagnose.traffic import Tensor, bytes_from_shapes, bytes_of_memcpy
 from mla_diag.trace.columns import MISSING, NANOS_PER_MS, Ints
 from mla_diag.trace.link import Links
 from mla_diag.trace.model import DeviceKind, Trace
@@ -19,10 +19,17 @@ _NANOS_PER_SECOND = 1e9
 
 
 class RankedOp(NamedTuple):
-    """A row of the ranking and the device events behind it."""
+    """A row of the ranking and the device events behind it.
+
+    Attributes:
+        op: The row.
+        events: The device events.
+        inputs: The tensors among the op's inputs, with their strides, which tell a view; None where none were recorded.
+    """
 
     op: Op
     events: Ints
+    inputs: tuple[Tensor, ...] | None
 
 
 class _Row(NamedTuple):
@@ -49,10 +56,7 @@ def rank_ops(trace: Trace, links: Links, events: Ints, steps: int, mapping: Mapp
         mapping: What launched the kernels of graph replays, from another trace.
     """
     total = int(trace.device_events.duration[events].sum())
-    ranked = [
-        RankedOp(_op(trace, links, row, steps, total, mapping), row.events)
-        for row in _rows(trace, links, events, mapping)
-    ]
+    ranked = [_ranked(trace, links, row, steps, total, mapping) for row in _rows(trace, links, events, mapping)]
     return sorted(ranked, key=lambda row: (-row.op.ms_per_step, row.op.kernel))
 
 
@@ -82,7 +86,7 @@ def _rows(trace: Trace, links: Links, events: Ints, mapping: Mapping | None) -> 
         )
 
 
-def _op(trace: Trace, links: Links, row: _Row, steps: int, total: int, mapping: Mapping | None) -> Op:
+def _ranked(trace: Trace, links: Links, row: _Row, steps: int, total: int, mapping: Mapping | None) -> RankedOp:
     kernels = _kernels(trace, row.events, steps)
     spent = int(trace.device_events.duration[row.events].sum())
     launches = len(row.events)
@@ -94,7 +98,7 @@ def _op(trace: Trace, links: Links, row: _Row, steps: int, total: int, mapping: 
         how = "graph"
     else:
         how = "direct" if links.launch[row.events[0]] != MISSING else "unknown"
-    return Op(
+    op = Op(
         op=by.op,
         kernel=kernels[0].kernel,
         kernels=kernels,
@@ -111,6 +115,7 @@ def _op(trace: Trace, links: Links, row: _Row, steps: int, total: int, mapping: 
         bytes_per_second=None if moved is None or not spent else moved / (spent / _NANOS_PER_SECOND),
         source=None if by.source is None else Source(*by.source),
     )
+    return RankedOp(op, row.events, by.inputs)
 
 
 def _launched_by(trace: Trace, links: Links, row: _Row, mapping: Mapping | None) -> tuple[MappedOp, int]:

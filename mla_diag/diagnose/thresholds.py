@@ -12,6 +12,8 @@ WHOLE_POOL = 0.5
 POOL_ROWS = 4096
 # A view of two dimensions could be a weight; none has the width of an MLA row and this many rows.
 FLAT_POOL_ROWS = 65_536
+# A head has 64 elements at least, an index of sparse attention 132 bytes; narrower rows are scales and tables.
+NARROWEST_ROW = 32
 
 # slow-copy: contiguous copies reach 80 to 90 % of the datasheet's bandwidth (4.25 of 4.8 TB/s measured on an H200), and
 # healthy transposing ones 37 % (a recorded H100). Under a third a copy of this size is not limited by memory.

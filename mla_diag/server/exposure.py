@@ -14,7 +14,7 @@ from mla_diag.diagnose.cause import known_line
 from mla_diag.diagnose.diagnosis import SCHEMA_VERSION, Tool
 from mla_diag.diagnose.gap import Floor, Gap
 from mla_diag.diagnose.gpu import Gpu
-from mla_diag.diagnose.pool import MLA_WIDTH
+from mla_diag.diagnose.pool_shapes import MLA_WIDTH
 from mla_diag.diagnose.server_info import POOL_BYTES_ERROR, ServerInfo
 from mla_diag.diagnose.step_spans import Stage
 from mla_diag.server.copy_cost import CopyCost, copy_cost

@@ -35,7 +35,7 @@ def find(case: StageCase) -> Iterator[Finding]:
     groups: dict[tuple[str, Source | None], list[Op]] = {}
     for row in case.ranked:
         op = row.op
-        if _is_slow(op, peak) and _moves_only(op) and not _moves_pool(op, case.pool):
+        if _is_slow(op, peak) and _moves_only(op) and not _moves_pool(op, case.pools):
             groups.setdefault((op.op or op.kernel, op.source), []).append(op)
     for ops in groups.values():
         cost = sum(op.ms_per_step - _moved(op) / (COPY_RATE * peak) * 1e3 for op in ops)
@@ -65,14 +65,13 @@ def _moves_only(op: Op) -> bool:
     return op.op.rpartition("::")[2] in _MOVES
 
 
-def _moves_pool(op: Op, pool: Pool | None) -> bool:
+def _moves_pool(op: Op, pools: list[Pool]) -> bool:
     """Whether this is whole-pool-copy's to blame, or may be."""
-    if pool is None:
-        return False
     if op.shapes is not None:
-        return any(pool.held_by(shape) for shape in op.shapes)
+        return any(pool.spanned_by(shape) for pool in pools for shape in op.shapes)
     sizes = [elements(use.kernel, use.grid, use.block) for use in op.kernels]
-    return any(size is not None and size.most >= WHOLE_POOL * pool.elements for size in sizes)
+    least = min((WHOLE_POOL * pool.elements for pool in pools), default=math.inf)
+    return any(size is not None and size.most >= least for size in sizes)
 
 
 def _finding(case: StageCase, ops: list[Op], peak: float, cost: float) -> Finding:

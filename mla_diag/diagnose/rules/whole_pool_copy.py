@@ -10,24 +10,25 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from mla_diag.diagnose.attention import AttentionCopy
 from mla_diag.diagnose.case import StageCase, cause_of
 from mla_diag.diagnose.cause import infer_pool_copy_cause
 from mla_diag.diagnose.context import rows_needed
 from mla_diag.diagnose.diagnosis import Cause, Finding, Op
-from mla_diag.diagnose.geometry import converts, elements
+from mla_diag.diagnose.geometry import Elements, converts, elements
 from mla_diag.diagnose.pool import Pool
 from mla_diag.diagnose.ranking import RankedOp
-from mla_diag.diagnose.thresholds import WHOLE_POOL
+from mla_diag.diagnose.thresholds import NARROWEST_ROW, WHOLE_POOL
 
 KIND = "whole-pool-copy"
 
 # Ops that move every element of the tensors they are given.
 _WHOLE = {"copy_", "clone", "contiguous", "_to_copy", "to", "flip", "roll", "repeat", "index_fill"}
-# Ops that move the rows that their index names.
-_INDEXED = {"index_select", "embedding", "gather", "take_along_dim"}
+# Ops that move the rows that their index names, and those that move the elements.
+_BY_ROW = {"index_select", "embedding"}
+_BY_ELEMENT = {"gather", "take_along_dim"}
 
 
 @dataclass(frozen=True)
@@ -36,51 +37,72 @@ class _Copy:
 
     Attributes:
         row: The row.
+        pool: The pool.
+        width: Elements that it copies of each row.
         elements: Elements that one call copies.
+        calls: Calls a step.
         from_geometry: Whether those are by the launch's geometry, right to within a block.
         cause: The function that does it.
         confidence: How sure it is that this is the pool.
     """
 
     row: RankedOp
+    pool: Pool
+    width: int
     elements: int
+    calls: float
     from_geometry: bool
     cause: Cause | None
     confidence: str
 
 
 def find(case: StageCase) -> Iterator[Finding]:
-    """One finding for each function that copies the pool in this stage."""
-    if case.pool is None:
-        return
-    by_cause: dict[Cause | None, list[_Copy]] = {}
-    for copy in [*_by_shape(case, case.pool), *_by_place(case, case.pool)]:
-        by_cause.setdefault(copy.cause, []).append(copy)
-    for cause, copies in by_cause.items():
-        yield _finding(case, case.pool, cause, copies)
+    """One finding for each function and pool that it copies in this stage."""
+    copies: dict[tuple[Cause | None, Pool], list[_Copy]] = {}
+    for copy in [*_by_shape(case), *_by_place(case)]:
+        copies.setdefault((copy.cause, copy.pool), []).append(copy)
+    for alike in copies.values():
+        yield _finding(case, alike)
 
 
-def _by_shape(case: StageCase, pool: Pool) -> Iterator[_Copy]:
-    """Rows whose op was given the pool and copies half of its rows or more."""
+def _by_shape(case: StageCase) -> Iterator[_Copy]:
+    """Rows whose op was given a pool and copies half of its rows or more."""
     for row in case.ranked:
+        pool = next((pool for pool in case.pools if _held(row.op, pool)), None)
+        if pool is None:
+            continue
+        width = _width(row.op, pool)
         copied = _copied_elements(row.op, pool)
-        if copied is None or copied < WHOLE_POOL * pool.elements:
+        if copied is None or copied < WHOLE_POOL * pool.rows * width:
             continue
         cause = cause_of(row.op)
         if cause is None:
             before = case.attention_copies
             cause = next((_infer(case, before[event]) for event in row.events.tolist() if event in before), None)
-        yield _Copy(row, copied, False, cause, pool.confidence)
+        yield _Copy(row, pool, width, copied, row.op.calls_per_step, False, cause, pool.confidence)
+
+
+def _held(op: Op, pool: Pool) -> list[tuple[int, int]]:
+    """The tensors of an op that may be the pool or views of it: their places, and the elements of a row of each."""
+    widths = [(place, pool.held_by(shape)) for place, shape in enumerate(op.shapes or [])]
+    return [(place, width) for place, width in widths if width is not None]
+
+
+def _width(op: Op, pool: Pool) -> int:
+    """The elements of each row of the pool that an op was given: of two tensors they are the same, except to join."""
+    widths = [width for _, width in _held(op, pool)]
+    return min(sum(widths), pool.width) if _name(op) == "cat" else max(widths)
+
+
+def _name(op: Op) -> str:
+    return (op.op or "").rpartition("::")[2]
 
 
 def _copied_elements(op: Op, pool: Pool) -> int | None:
     """Elements of the pool that a call of the op copies, or None if it copies none of it."""
-    if not op.shapes:
-        return None
-    name = (op.op or "").rpartition("::")[2]
-    held = [shape for shape in op.shapes if pool.held_by(shape)]
-    if not held:
-        return None
+    name = _name(op)
+    shapes = op.shapes or []
+    held = [shapes[place] for place, _ in _held(op, pool)]
     if name == "cat":
         return sum(map(math.prod, held))
     if name in _WHOLE:
@@ -92,8 +114,9 @@ def _indexed_elements(op: Op, name: str, pool: Pool, table: list[int]) -> int | 
     """Elements of the pool that an op's index names, or None if it has none."""
     row = math.prod(table[1:])
     shapes = op.shapes or []
-    if name in _INDEXED and len(shapes) > 1:
-        return math.prod(shapes[1]) * row if pool.held_by(shapes[0]) else None
+    if name in _BY_ROW | _BY_ELEMENT and len(shapes) > 1:
+        named = math.prod(shapes[1]) * (row if name in _BY_ROW else 1)
+        return named if pool.held_by(shapes[0]) else None
     if name != "index":
         return None
     # The indices of this one are not recorded; it launches a thread for each element, or a block for each row.
@@ -104,18 +127,51 @@ def _indexed_elements(op: Op, name: str, pool: Pool, table: list[int]) -> int | 
     return use.grid[0] * row if use.grid and "gather" in use.kernel else None
 
 
-def _by_place(case: StageCase, pool: Pool) -> Iterator[_Copy]:
-    """Rows without shapes: copies as large as the pool right before the attention of each layer."""
+def _by_place(case: StageCase) -> Iterator[_Copy]:
+    """Rows without shapes: copies as large as a pool right before the attention of each layer."""
+    if not case.pools:
+        return
+    least = WHOLE_POOL * case.pools[0].elements
     large = {
-        event: copy for event, copy in case.attention_copies.items() if copy.elements.most >= WHOLE_POOL * pool.elements
+        event: copy
+        for event, copy in case.attention_copies.items()
+        if copy.elements.most >= least or _pool_of(case.pools, copy.elements) is not None
     }
     for row in case.ranked:
         if row.op.shapes is not None:
             continue
         placed = [large[event] for event in row.events.tolist() if event in large]
         if 2 * len(placed) > len(row.events):
-            confidence = pool.confidence if placed[0].elements.may_be(pool.elements) else "low"
-            yield _Copy(row, placed[0].elements.most, True, cause_of(row.op) or _infer(case, placed[0]), confidence)
+            copied, kernels = _one_call(case, row, placed[0])
+            pool = _pool_of(case.pools, copied) or _like(case.pools[0], copied)
+            cause = cause_of(row.op) or _infer(case, placed[0])
+            calls = row.op.launches_per_step / kernels
+            yield _Copy(row, pool, pool.width, copied.most, calls, True, cause, pool.confidence)
+
+
+def _one_call(case: StageCase, row: RankedOp, copy: AttentionCopy) -> tuple[Elements, int]:
+    """What one call of a copy handles, and in how many kernels.
+
+    Kernels that handle a pool each copy one each, as of keys and of values; others are parts of one copy.
+    """
+    use = row.op.kernels[0]
+    own = elements(use.kernel, use.grid, use.block)
+    if own is not None and _pool_of(case.pools, own) is not None:
+        return own, 1
+    return copy.elements, len(copy.events)
+
+
+def _pool_of(pools: list[Pool], copied: Elements) -> Pool | None:
+    """The pool that has so many elements."""
+    return next((pool for pool in pools if copied.may_be(pool.elements)), None)
+
+
+def _like(pool: Pool, copied: Elements) -> Pool:
+    """A pool of as many rows as another that has so many elements; the other, and hardly sure, if none has."""
+    width = copied.most // pool.rows
+    if width >= NARROWEST_ROW and copied.may_be(width * pool.rows):
+        return Pool(pool.rows, width, "geometry", "medium")
+    return replace(pool, confidence="low")
 
 
 def _infer(case: StageCase, copy: AttentionCopy) -> Cause | None:
@@ -123,24 +179,26 @@ def _infer(case: StageCase, copy: AttentionCopy) -> Cause | None:
     return infer_pool_copy_cause(kernel, case.report.stage, case.server)
 
 
-def _finding(case: StageCase, pool: Pool, cause: Cause | None, copies: list[_Copy]) -> Finding:
+def _finding(case: StageCase, copies: list[_Copy]) -> Finding:
     ops = [copy.row.op for copy in copies]
     cost = sum(op.ms_per_step for op in ops)
     share = sum(op.share for op in ops)
-    calls = sum(op.calls_per_step for op in ops)
+    calls = sum(copy.calls for copy in copies)
     known = [op for op in ops if op.bytes_per_launch is not None]
     moved = sum((op.bytes_per_launch or 0) * op.launches_per_step for op in known) if len(known) == len(ops) else None
     rate = None if moved is None or not cost else moved / (cost / 1e3)
     first = copies[0]
+    pool = first.pool
     needed = rows_needed(case.trace, _names_of_steps(case))
     dtypes = first.row.op.dtypes
-    if dtypes and len(set(dtypes)) == 2:
+    # Only this op is given both: the other tensor of a selection is its index.
+    if _name(first.row.op) == "copy_" and dtypes and len(set(dtypes)) == 2:
         change = f"converted from {dtypes[1]} to {dtypes[0]}"
     else:
         change = "converted" if converts(first.row.op.kernel) else "copied"
     return case.finding(
         KIND,
-        f"the whole KV pool, {pool.rows:,} rows of {pool.width}, is {change} {calls:,.6g} times a step: "
+        f"{_what(pool, copies)}, is {change} {calls:,.6g} times a step: "
         f"{cost:.1f} of {case.report.device_ms_per_step:.1f} ms",
         cost_ms=cost,
         share=share,
@@ -167,10 +225,17 @@ def _finding(case: StageCase, pool: Pool, cause: Cause | None, copies: list[_Cop
             "saves_ms_per_step": cost,
         },
         detail=_detail(case, pool, first, moved, rate, needed),
-        cause=cause,
+        cause=first.cause,
         remedy=_remedy(change),
         confidence=min((copy.confidence for copy in copies), key=("low", "medium", "high").index),
     )
+
+
+def _what(pool: Pool, copies: list[_Copy]) -> str:
+    """What is copied: latent and rope one by one are the whole row, as they are together."""
+    whole = f"the whole KV pool, {pool.rows:,} rows of {pool.width}"
+    width = sum({copy.width for copy in copies})
+    return whole if width >= pool.width else f"a slice of {width} of {whole}"
 
 
 def _names_of_steps(case: StageCase) -> list[str]:

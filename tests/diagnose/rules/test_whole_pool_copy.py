@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from mla_diag.diagnose.diagnosis import Finding
@@ -25,6 +26,7 @@ COPY = (
 )
 ATTENTION = "void flashinfer::mla::hopper::BatchMLAPageAttentionHopperKernel<int>()"
 ELEMENTS_A_BLOCK = 128 * 4
+SERVER = parse_server_info({"max_total_num_tokens": ROWS - 1, "page_size": 1})
 
 
 def strides(shape: list[int]) -> list[int]:
@@ -72,6 +74,16 @@ def one_op(op: str, kernels: int = 1, kernel: str = "copy", **arguments: Any) ->
     return add
 
 
+def in_order(*layers: Callable[[TraceBuilder, float], None]) -> Callable[[TraceBuilder, float], None]:
+    """One layer's work of several ops."""
+
+    def add(builder: TraceBuilder, start: float) -> None:
+        for number, layer in enumerate(layers):
+            layer(builder, start + 300 * number)
+
+    return add
+
+
 POOL_COPIES = {
     "cast": one_op("aten::copy_", **tensor_arguments(([ROWS, 1, 576], BF16), ([ROWS, 1, 576], FP8))),
     "contiguous of the same type": one_op(
@@ -102,6 +114,32 @@ POOL_COPIES = {
 }
 
 
+REORDERED = {
+    "flat": ([ROWS * 1024], [ROWS * 1024]),
+    "heads as rows": ([ROWS * 8, 128], [ROWS * 8, 128]),
+    "heads first": ([8, ROWS, 128], [8, ROWS, 128]),
+}
+
+
+@pytest.mark.parametrize("server", [None, SERVER], ids=["recurrence", "server"])
+@pytest.mark.parametrize("shapes", REORDERED.values(), ids=REORDERED.keys())
+def test_a_pool_that_is_copied_in_another_order_is_found(
+    tmp_path: Path, shapes: tuple[list[int], list[int]], server: ServerInfo | None
+):
+    attention = one_op("aiter::mha_batch_prefill", **tensor_arguments(([ROWS, 8, 128], FP8), ([ROWS, 8, 128], FP8)))
+    copy = one_op("aten::copy_", **tensor_arguments((shapes[0], BF16), (shapes[1], FP8)))
+    (finding,) = found(decode(tmp_path / "t.json", in_order(attention, copy)), server=server)
+    assert (finding.evidence["pool_rows"], finding.evidence["pool_width"]) == (ROWS, 1024)
+    assert finding.evidence["elements_per_call"] == ROWS * 1024
+
+
+def test_a_copy_without_the_page_of_padding_is_found_by_the_servers_tokens(tmp_path: Path):
+    attention = one_op("aiter::mla_decode_fwd", **tensor_arguments(([ROWS, 1, 576], FP8)))
+    copy = one_op("aten::copy_", **tensor_arguments(([ROWS - 1, 1, 576], BF16), ([ROWS - 1, 1, 576], FP8)))
+    (finding,) = found(decode(tmp_path / "t.json", in_order(attention, copy)), server=SERVER)
+    assert (finding.evidence["pool_rows"], finding.evidence["pool_width"]) == (ROWS - 1, 576)
+
+
 @pytest.mark.parametrize("layer", POOL_COPIES.values(), ids=POOL_COPIES.keys())
 def test_every_way_to_copy_the_pool_is_found(tmp_path: Path, layer: Callable[[TraceBuilder, float], None]):
     if layer is POOL_COPIES["advanced index of every row"]:
@@ -116,6 +154,7 @@ def test_every_way_to_copy_the_pool_is_found(tmp_path: Path, layer: Callable[[Tr
     assert finding.evidence["calls_per_step"] == LAYERS
     assert finding.cost_ms_per_step == pytest.approx(finding.evidence["launches_per_step"] * 0.090)
     assert finding.evidence["pool_rows"] in (ROWS, 100_000)
+    assert finding.evidence["elements_per_call"] == finding.evidence["pool_rows"] * finding.evidence["pool_width"]
 
 
 def test_evidence_of_a_cast(tmp_path: Path):
@@ -174,6 +213,23 @@ NEAR_MISSES = {
     "index_select of a few rows": one_op(
         "aten::index_select", **tensor_arguments(([ROWS, 1, 576], FP8), ([2_000], "long int"))
     ),
+    "gather of a few rows' elements": one_op(
+        "aten::gather", **tensor_arguments(([ROWS, 1, 576], FP8), ([2_000, 1, 576], "long int"))
+    ),
+    "a copy of as many scales as the pool has rows": one_op(
+        "aten::copy_", **tensor_arguments(([ROWS, 1], "float"), ([ROWS, 1], "float"))
+    ),
+    "keys of a cached prefix, after a product in FP8": in_order(
+        one_op("sgl_kernel::fp8_scaled_mm", **tensor_arguments(([20_000, 512], FP8), ([512, 4_096], FP8))),
+        one_op("aten::cat", dims=[[[20_000, 16, 128], [20_000, 16, 64]], []], types=["TensorList", "Scalar"]),
+    ),
+    "keys of a cached prefix beside the pool": in_order(
+        one_op("aiter::mla_decode_fwd", **tensor_arguments(([ROWS, 1, 576], FP8))),
+        one_op("aten::copy_", **tensor_arguments(([20_000, 128, 128], BF16), ([20_000, 128, 128], BF16))),
+    ),
+    "the queries of drafts that are verified": one_op(
+        "aten::copy_", **tensor_arguments(([256, 128, 576], BF16), ([256, 128, 576], BF16))
+    ),
     "advanced index of a few rows": one_op(
         "aten::index",
         kernel="void at::native::vectorized_gather_kernel<16, long>(char*, char*, long*, int)",
@@ -227,6 +283,57 @@ def test_a_memset_of_the_pool_at_start_up_is_none(tmp_path: Path):
     assert found(builder.write(tmp_path / "t.json")) == []
 
 
+def test_an_index_is_not_what_the_pool_is_converted_from(tmp_path: Path):
+    """Its type is another than the pool's, and no cast is made."""
+    (finding,) = found(decode(tmp_path / "t.json", POOL_COPIES["index_select of every row"]))
+    assert "576, is copied 4 times a step" in finding.title
+
+
+def test_each_pool_that_is_copied_has_its_own_finding(tmp_path: Path):
+    """The BF16 pool of a draft model beside the FP8 pool of the model; keys wider than values are two pools too."""
+    draft = one_op("aten::clone", **tensor_arguments(([ROWS, 8, 128], BF16)))
+    path = decode(tmp_path / "t.json", in_order(POOL_COPIES["cast"], draft))
+    for server in (None, SERVER):
+        findings = {finding.evidence["pool_width"]: finding for finding in found(path, server=server)}
+        assert set(findings) == {576, 1024}
+        assert [findings[width].evidence["calls_per_step"] for width in (576, 1024)] == [LAYERS, LAYERS]
+        assert findings[576].evidence["elements_per_call"] == ROWS * 576
+        assert findings[1024].evidence["elements_per_call"] == ROWS * 1024
+        assert "converted from Float8_e4m3fn to BFloat16" in findings[576].title
+        assert "is copied" in findings[1024].title
+
+
+def test_a_flat_index_of_the_pools_rows_that_is_copied_is_found(tmp_path: Path):
+    """Sparse attention keeps 132 bytes for each token beside the latents."""
+    latents = one_op("aiter::mla_decode_fwd", **tensor_arguments(([1, 16, 576], BF16), ([ROWS, 1, 576], FP8)))
+    copy = one_op("aten::clone", **tensor_arguments(([ROWS, 132], "unsigned char")))
+    path = decode(tmp_path / "t.json", in_order(latents, copy))
+    for server in (None, SERVER):
+        (finding,) = found(path, server=server)
+        assert (finding.evidence["pool_rows"], finding.evidence["pool_width"]) == (ROWS, 132)
+
+
+def test_a_copy_of_every_rows_rope_is_found_and_called_a_slice(tmp_path: Path):
+    """Its cost grows with the pool's rows, though it is a ninth of the elements."""
+    view = {
+        "dims": [[ROWS, 1, 64], [ROWS, 1, 64]],
+        "types": [BF16, BF16],
+        "strides": [[64, 64, 1], [576, 576, 1]],
+    }
+    path = decode(tmp_path / "t.json", one_op("aten::copy_", **view))
+    for server in (None, SERVER):
+        (finding,) = found(path, server=server)
+        assert f"a slice of 64 of the whole KV pool, {ROWS:,} rows of 576, is copied" in finding.title
+        assert finding.evidence["elements_per_call"] == ROWS * 64
+
+
+def test_a_batch_of_as_many_tokens_as_the_server_has_rows_is_no_pool(tmp_path: Path):
+    layer = one_op("aten::copy_", **tensor_arguments(([ROWS, 16, 192], BF16), ([ROWS, 16, 192], BF16)))
+    path = decode(tmp_path / "t.json", layer, name=f"step[EXTEND bs=2 toks={ROWS}]")
+    assert found(path) == []
+    assert found(path, server=SERVER) == []
+
+
 # Under CUDA graphs: no shapes, only kernels, their launches and their order.
 
 
@@ -276,6 +383,12 @@ def test_under_graphs_the_server_confirms_the_pool(tmp_path: Path):
     assert finding.evidence["pool_rows"] == ROWS
 
 
+def test_under_graphs_the_server_tells_the_width_of_a_pool_that_is_not_mlas(tmp_path: Path):
+    (finding,) = found(replayed(tmp_path / "t.json", [ROWS * 8 * 128]), server=SERVER)
+    assert (finding.evidence["pool_rows"], finding.evidence["pool_width"]) == (ROWS, 1024)
+    assert (finding.evidence["pool_source"], finding.confidence) == ("server-info", "high")
+
+
 def test_under_graphs_the_account_of_another_server_does_not_hide_the_pool(tmp_path: Path):
     server = parse_server_info({"max_total_num_tokens": 7 * ROWS, "page_size": 1})
     (finding,) = found(replayed(tmp_path / "t.json", [ROWS * 576]), server=server)
@@ -287,7 +400,53 @@ def test_under_graphs_a_pool_of_over_2_gib_is_copied_in_several_kernels(tmp_path
     rows = 4_000_000
     (finding,) = found(replayed(tmp_path / "t.json", [rows * 576 // 4] * 4))
     assert finding.evidence["pool_rows"] == rows
+    assert finding.evidence["elements_per_call"] == rows * 576
+    assert (finding.evidence["calls_per_step"], finding.evidence["launches_per_step"]) == (20, 80)
     assert finding.cost_ms_per_step == pytest.approx(20 * 4 * 0.080)
+
+
+def both_stages(path: Path, shapes: Callable[[TraceBuilder, float], None], copies: list[int]) -> Path:
+    """A prefill without a graph, which shows a pool's shape, before the decode steps of `replayed`."""
+    replayed(path, copies)
+    decode_events = msgspec.json.decode(path.read_bytes())["traceEvents"]
+    builder = TraceBuilder()
+    builder.span("step[EXTEND bs=1 toks=64]", -50_000, 40_000)
+    for layer in range(LAYERS):
+        shapes(builder, -49_000 + 2_000 * layer)
+    for event in decode_events:
+        if "correlation" in event.get("args", {}):
+            event["args"]["correlation"] += 1_000
+    builder.events += decode_events
+    return builder.write(path)
+
+
+def test_under_graphs_keys_and_values_are_a_copy_each(tmp_path: Path):
+    attention = one_op("sgl_kernel::fwd", **tensor_arguments(([ROWS, 8, 128], BF16), ([ROWS, 8, 128], BF16)))
+    (finding,) = found(both_stages(tmp_path / "t.json", attention, [ROWS * 1024] * 2))
+    assert (finding.evidence["pool_rows"], finding.evidence["pool_width"]) == (ROWS, 1024)
+    assert 0 <= finding.evidence["elements_per_call"] - ROWS * 1024 < ELEMENTS_A_BLOCK
+    assert (finding.evidence["calls_per_step"], finding.confidence) == (40, "high")
+
+
+def test_under_graphs_a_pool_of_the_same_rows_that_no_shape_showed_is_told_by_its_size(tmp_path: Path):
+    """Decode copies the pool of a draft model, prefill shows the model's own."""
+    attention = one_op("sgl_kernel::fwd", **tensor_arguments(([ROWS, 1, 576], BF16)))
+    (finding,) = found(both_stages(tmp_path / "t.json", attention, [ROWS * 1024]))
+    assert (finding.evidence["pool_rows"], finding.evidence["pool_width"]) == (ROWS, 1024)
+    assert (finding.evidence["pool_source"], finding.confidence) == ("geometry", "medium")
+
+
+def test_under_graphs_a_pool_far_narrower_than_the_first_is_told_by_its_size(tmp_path: Path):
+    models = one_op("sgl_kernel::fwd", **tensor_arguments(([ROWS, 1, 576], BF16)))
+    drafts = one_op("sgl_kernel::fwd", **tensor_arguments(([ROWS, 2, 64], BF16), ([ROWS, 2, 64], BF16)))
+    (finding,) = found(both_stages(tmp_path / "t.json", in_order(models, drafts), [ROWS * 128]))
+    assert (finding.evidence["pool_rows"], finding.evidence["pool_width"], finding.confidence) == (ROWS, 128, "high")
+
+
+def test_under_graphs_a_copy_of_no_pools_size_is_hardly_sure(tmp_path: Path):
+    attention = one_op("sgl_kernel::fwd", **tensor_arguments(([ROWS, 1, 576], BF16)))
+    (finding,) = found(both_stages(tmp_path / "t.json", attention, [ROWS * 1024 + ROWS // 2]))
+    assert (finding.evidence["pool_width"], finding.confidence) == (576, "low")
 
 
 @pytest.mark.parametrize(
@@ -302,62 +461,3 @@ def test_under_graphs_what_follows_the_batch_or_precedes_no_attention_is_none(
     tmp_path: Path, copies: list[int], bs: int, attention: bool
 ):
     assert found(replayed(tmp_path / "t.json", copies, bs, attention=attention)) == []
-
-
-# The recordings.
-
-
-def facts(finding: Finding) -> tuple[Any, ...]:
-    cause = finding.cause
-    assert cause is not None
-    return finding.evidence["calls_per_step"], cause.file.rpartition("/")[2], cause.function, cause.inferred
-
-
-@pytest.mark.parametrize(
-    ("recording", "cost", "file", "function", "inferred"),
-    [
-        ("base-eager-decode", 67.66, "flashinfer_mla_backend.py", "forward_decode", True),
-        ("base-eager-decode-stack", 67.65, "flashinfer_mla_backend.py", "forward_decode", False),
-        ("base-prefix-extend-stack", 66.32, "flashinfer_mla_backend.py", "forward_extend", False),
-        ("base-graph-decode", 66.45, "flashinfer_mla_backend.py", "forward_decode", True),
-        ("fa3-graph-decode", 66.22, "flashattention_backend.py", "forward_decode", True),
-    ],
-)
-def test_recordings_with_the_defect(
-    recordings: Path, recording: str, cost: float, file: str, function: str, inferred: bool
-):
-    (finding,) = found(recordings / f"{recording}.trace.json.gz")
-    assert facts(finding) == (78, file, function, inferred)
-    assert finding.cost_ms_per_step == pytest.approx(cost, abs=0.01)
-    assert finding.evidence["bytes_per_step"] == pytest.approx(66.79e9, rel=1e-3)
-    assert finding.evidence["pool_rows"] == 495_553
-    assert finding.evidence["bandwidth_share"] == pytest.approx(0.21, abs=0.01)
-
-
-@pytest.mark.parametrize("recording", ["native-graph-decode", "bf16kv-graph-decode", "base-eager-extend-stack"])
-def test_recordings_without_it(recordings: Path, recording: str):
-    path = recordings / f"{recording}.trace.json.gz"
-    server = ServerInfo("0.5.17", 495_552, 1, "fp8_e4m3", "flashinfer", None, None, True)
-    assert found(path) == []
-    assert found(path, server=server) == []
-
-
-def test_no_public_trace_has_it(shared_traces: Path):
-    for path in sorted((shared_traces / "public").glob("*.json.gz")):
-        if path.name not in ("hta-cpu-only.json.gz", "hta-rank-not-found.json.gz"):
-            assert found(path) == [], path.name
-
-
-@pytest.mark.parametrize("server", [False, True])
-def test_a_mapping_gives_a_replay_its_line(recordings: Path, server: bool):
-    info = ServerInfo("0.5.17", 495_552, 1, "fp8_e4m3", "flashinfer", None, None, True) if server else None
-    (finding,) = found(
-        recordings / "base-graph-decode.trace.json.gz",
-        mapping=recordings / "base-eager-decode-stack.trace.json.gz",
-        server=info,
-    )
-    assert facts(finding) == (78, "flashinfer_mla_backend.py", "forward_decode", False)
-    assert finding.cause is not None
-    assert finding.cause.line == 616
-    assert finding.evidence["dtypes"] == ["BFloat16", "Float8_e4m3fn"]
-    assert finding.confidence == "high"
