@@ -93,6 +93,7 @@ def _look(case: StageCase) -> tuple[list[_Loss], dict[str, Any]]:
     orphans = int(orphaned.sum())
     incomplete = int((~steps.complete).sum())
     replays = _replays(case, capturing)
+    of_whole_steps = silent >= DROPPED_SHARE * len(calls) > 0 and not damage.truncated
     evidence = {
         "events": trace.event_count,
         "unreadable_events": damage.lost_events,
@@ -111,12 +112,10 @@ def _look(case: StageCase) -> tuple[list[_Loss], dict[str, Any]]:
         "short_graph_replays": replays.short,
         "idle_graph_replays": replays.idle,
         "idle_share_of_worst_replay": replays.idle_most,
+        "too_low": incomplete == len(steps.spans) > 0
+        or of_whole_steps
+        or max(replays.empty, replays.short, replays.idle) > 0,
     }
-    evidence["too_low"] = bool(
-        (incomplete == len(steps.spans) > 0)
-        or (silent >= DROPPED_SHARE * max(len(calls), 1) and not damage.truncated)
-        or max(replays.empty, replays.short, replays.idle)
-    )
     return list(_losses(case, evidence, replays)), evidence
 
 
