@@ -14,7 +14,7 @@ from mla_diag.diagnose.step_spans import Stage, StepSource
 from mla_diag.diagnose.steps import Steps
 from mla_diag.diagnose.words import count
 from mla_diag.trace.columns import MISSING
-from mla_diag.trace.link import Links
+from mla_diag.trace.link import Links, graph_launches, work_launches
 from mla_diag.trace.model import Damage, Trace
 
 # Below this share of the device time what kernels wait for each other on the device makes no row misleading.
@@ -52,7 +52,7 @@ def _damage(damage: Damage) -> Iterator[str]:
 
 def _missing_device(trace: Trace, links: Links) -> Iterator[str]:
     events = len(trace.device_events)
-    calls = int(np.isin(trace.launches.name, [n for n, name in enumerate(trace.names) if "LaunchKernel" in name]).sum())
+    calls = int((work_launches(trace) & ~graph_launches(trace)).sum())
     if trace.damage.truncated and not events:
         yield "no device event comes before the cut, so nothing can be said of device time"
     elif calls > 10 * events:
@@ -71,15 +71,24 @@ def _missing_device(trace: Trace, links: Links) -> Iterator[str]:
 def _steps(steps: Steps) -> Iterator[str]:
     if steps.spans.source is not StepSource.STEP_SPAN:
         yield f"steps are told apart by {steps.spans.source.words}"
-    if steps.counted.any() and not steps.complete.any():
+    if steps.counted.any() and not steps.whole.any():
         yield "no step is complete in this trace: the figures are of parts of steps, and lower than those of whole ones"
     elif incomplete := int((~steps.complete).sum()):
         verb = "is" if incomplete == 1 else "are"
-        yield f"{count(incomplete, 'step')} {verb} incomplete in this trace and left out of every figure"
+        lost = [
+            f"; no {stage.value} step is left"
+            for stage in Stage
+            if not (steps.complete[steps.all_of(stage)].all() or steps.whole[steps.all_of(stage)].any())
+        ]
+        yield f"{count(incomplete, 'step')} {verb} incomplete in this trace and left out of every figure{''.join(lost)}"
+    if empty := int((steps.empty & steps.complete).sum()):
+        has, verb = ("has", "is") if empty == 1 else ("have", "are")
+        yield f"{count(empty, 'step')} {has} no device work in this trace and {verb} left out of every figure"
     for stage in Stage:
-        whole = [number for number, other in enumerate(steps.spans.stages) if other is stage and steps.complete[number]]
-        if whole and not steps.counted[whole].any():
-            yield f"--warmup leaves no {stage.value} step: the trace has {len(whole)} of them, all left out"
+        of_stage = steps.all_of(stage)
+        whole = int(steps.whole[of_stage].sum())
+        if whole and not steps.counted[of_stage].any():
+            yield f"--warmup leaves no {stage.value} step: the trace has {whole} of them, all left out"
 
 
 def _missing_detail(trace: Trace, links: Links, mapping: Mapping | None) -> Iterator[str]:

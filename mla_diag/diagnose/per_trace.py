@@ -130,13 +130,12 @@ def _stage_report(trace: Trace, steps: Steps, stage: Stage, index: int, ops: lis
     inside = [steps.events.get(step, np.empty(0, np.int64)) for step in chosen.tolist()]
     device = [float(events.duration[rows].sum()) / NANOS_PER_MS for rows in inside]
     union = sum(busy(events.start[rows], events.end[rows]) for rows in inside)
-    of_stage = [number for number, other in enumerate(steps.spans.stages) if other is stage]
     return StageReport(
         stage=stage,
         trace=index,
         rank=trace.rank,
         steps=count,
-        steps_left_out=len(of_stage) - count,
+        steps_left_out=len(steps.all_of(stage)) - count,
         step_source=steps.spans.source,
         step_names=dict(describe_batch([steps.spans.names[step] for step in chosen])),
         device_ms_per_step=sum(device) / count,

@@ -18,12 +18,11 @@ from mla_diag.diagnose.step_spans import Stage
 from mla_diag.diagnose.steps import busy, step_at
 from mla_diag.diagnose.thresholds import COMPLETE_SHARE, DROPPED_SHARE, REPLAY_GAP_MICROSECONDS, REPLAY_IDLE
 from mla_diag.trace.columns import MISSING, NANOS_PER_MS
-from mla_diag.trace.link import graph_launches
+from mla_diag.trace.link import graph_launches, work_launches
 from mla_diag.trace.model import DeviceEvents
 
 KIND = "dropped-events"
 
-_LAUNCH = re.compile(r"Launch(?:Cooperative)?Kernel|GraphLaunch")
 _CAPTURE = re.compile(r"(?:StreamBeginCapture|StreamEndCapture|GraphInstantiate)", re.IGNORECASE)
 
 
@@ -84,8 +83,7 @@ def find(case: StageCase) -> Iterator[Finding]:
 def _look(case: StageCase) -> tuple[list[_Loss], dict[str, Any]]:
     trace, links, steps = case.trace, case.links, case.steps
     damage, events = trace.damage, len(trace.device_events)
-    names = np.array([bool(_LAUNCH.search(name)) for name in trace.names] or [False])
-    calls = np.flatnonzero(names[trace.launches.name])
+    calls = np.flatnonzero(work_launches(trace))
     # What is launched while a graph is captured does not run then.
     capturing = any(_CAPTURE.search(trace.names[name]) for name in np.unique(trace.launches.name).tolist())
     silent = 0 if capturing else int((~np.isin(calls, links.launch)).sum())
@@ -128,7 +126,7 @@ def _losses(case: StageCase, seen: dict[str, Any], replays: _Replays) -> Iterato
     elif seen["incomplete_steps"]:
         yield _Loss(
             seen["incomplete_steps"] / steps,
-            f"{seen['incomplete_steps']} of {steps} steps lack device events that their like have, and are left out",
+            f"{seen['incomplete_steps']} of {steps} steps lack device events that they launched, and are left out",
             again,
         )
     bad = seen["unreadable_events"] / max(seen["events"], 1)
