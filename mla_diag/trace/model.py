@@ -110,7 +110,8 @@ class Damage:
         lost_events: Events that could not be read and were left out.
         first_lost_at: The byte of the JSON text where the first of them is.
         repaired_events: Malformed events that could be read all the same.
-        clamped_durations: Durations that were negative or no number, and count as 0.
+        clamped_durations: Durations that were missing, negative or no number, and count as 0.
+        clamped_device_durations: Those of device events among them.
     """
 
     cut_at: int | None = None
@@ -119,6 +120,7 @@ class Damage:
     first_lost_at: int | None = None
     repaired_events: int = 0
     clamped_durations: int = 0
+    clamped_device_durations: int = 0
 
     @property
     def truncated(self) -> bool:

@@ -163,6 +163,28 @@ def test_clamped_durations_are_counted(tmp_path):
     assert trace.damage.clamped_durations == 1
 
 
+@pytest.mark.parametrize("written", ["null", "NaN", "-3", "1e999", '"long"', "N/A", None])
+def test_a_complete_event_without_a_duration_is_counted_as_one_and_not_as_repaired(tmp_path, written):
+    member = b"" if written is None else b', "dur": ' + written.encode()
+    trace = read(tmp_path, one().text().replace(b', "dur": 5', member))
+    assert trace.device_events.duration.tolist() == [1000, 0, 1000]
+    assert trace.damage == Damage(clamped_durations=1, clamped_device_durations=1)
+
+
+def test_an_op_without_a_duration_is_none_of_the_device(tmp_path):
+    builder = TraceBuilder()
+    builder.event(ph="X", cat="cpu_op", name="aten::mm", pid=1, tid=1, ts=5)
+    assert read(tmp_path, builder).damage == Damage(clamped_durations=1)
+
+
+@pytest.mark.parametrize("phase", ["i", "s", "f", "B", "e"])
+def test_only_complete_events_need_a_duration(tmp_path, phase):
+    builder = TraceBuilder()
+    builder.event(ph=phase, cat="user_annotation", name="mark", pid=1, tid=1, ts=5)
+    builder.event(ph=phase, cat="cpu_op", name="mark", pid=1, tid=1, ts=5)
+    assert read(tmp_path, builder).damage == UNDAMAGED
+
+
 def test_a_member_that_comes_twice_counts_as_its_last(tmp_path):
     text = b'[{"cat": "kernel", "name": "k", "ts": 1, "args": {"stream": 1, "device": 0}, "dur": 1,'
     text += b' "args": {"stream": 9, "stream": 7, "device": 0, "": 1}}]'

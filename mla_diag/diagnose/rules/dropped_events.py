@@ -102,6 +102,7 @@ def _look(case: StageCase) -> tuple[list[_Loss], dict[str, Any]]:
         "launches": len(calls),
         "launches_without_device_event": silent,
         "device_events": events,
+        "device_events_without_duration": damage.clamped_device_durations,
         "device_events_without_launch": orphans,
         "ms_without_launch": float(trace.device_events.duration[orphaned].sum()) / NANOS_PER_MS,
         "graph_replays": replays.total,
@@ -138,6 +139,14 @@ def _losses(case: StageCase, seen: dict[str, Any], replays: _Replays) -> Iterato
             silent,
             f"{seen['launches_without_device_event']:,} of {seen['launches']:,} launches have no device event: "
             "device times are too low",
+            again,
+        )
+    timeless = min(seen["device_events_without_duration"] / max(seen["device_events"], 1), 1.0)
+    if timeless >= DROPPED_SHARE:
+        yield _Loss(
+            timeless,
+            f"{seen['device_events_without_duration']:,} of {seen['device_events']:,} device events have a duration "
+            "below zero or no number, and count as 0: device times are too low, and rates too high",
             again,
         )
     orphans = seen["device_events_without_launch"] / max(seen["device_events"], 1)
