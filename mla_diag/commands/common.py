@@ -16,6 +16,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from mla_diag.diagnose.explain import Progress as Report
 from mla_diag.diagnose.step_spans import Stage
 from mla_diag.errors import UsageError
+from mla_diag.report.visible import visible
 from mla_diag.trace.remote import TraceFile
 
 Choice = TypeVar("Choice", bound=Enum)
@@ -113,9 +114,9 @@ def reading_progress(files: Sequence[TraceFile]) -> Iterator[Report | None]:
     if not console.is_terminal or size < _BAR_FROM_BYTES:
         yield None
         return
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), DownloadColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True) as bar:
-        tasks = {file: bar.add_task(file.name[-40:], start=False, visible=False, total=None) for file in local}
+        tasks = {file: bar.add_task(visible(file.name)[-40:], start=False, visible=False, total=None) for file in local}
 
         def report(file: TraceFile, done: int, total: int) -> None:
             if not isinstance(file, Path):
