@@ -13,12 +13,14 @@ from mla_diag.diagnose.mapping import Mapping
 from mla_diag.diagnose.step_spans import Stage, StepSource
 from mla_diag.diagnose.steps import Steps
 from mla_diag.diagnose.words import count
-from mla_diag.trace.columns import MISSING
+from mla_diag.trace.columns import MISSING, NANOS_PER_MS, rows_by
 from mla_diag.trace.link import Links, graph_launches, work_launches
 from mla_diag.trace.model import Damage, Trace
 
 # Below this share of the device time what kernels wait for each other on the device makes no row misleading.
 _EARLY = 0.03
+# Steps that run beside each other last longer than from one's begin to the next one's, but not so many times as long.
+_IMPOSSIBLE = 10
 _SOME = 0.01  # below this share of a trace's device events a gap changes no figure that is printed
 
 
@@ -26,6 +28,7 @@ def notes(trace: Trace, links: Links, steps: Steps, mapping: Mapping | None = No
     """Everything to know before trusting the figures of one rank's trace, the worst first."""
     return [
         *_damage(trace.damage),
+        *_impossible_durations(trace, steps),
         *_missing_device(trace, links),
         *_steps(steps),
         *_missing_detail(trace, links, mapping),
@@ -47,7 +50,39 @@ def _damage(damage: Damage) -> Iterator[str]:
     if damage.repaired_events:
         yield f"{count(damage.repaired_events, 'malformed event')} could be repaired and are counted"
     if damage.clamped_durations:
-        yield f"{count(damage.clamped_durations, 'event')} had a duration below zero or no number; it counts as 0"
+        clamped = count(damage.clamped_durations, "event")
+        yield f"{clamped} had a duration below zero, out of range or no number; it counts as 0"
+
+
+def _impossible_durations(trace: Trace, steps: Steps) -> Iterator[str]:
+    """Events that last many times their step, while what comes after them on their stream has come and gone."""
+    table = trace.device_events
+    groups = rows_by(np.where(steps.inside != MISSING, steps.inside, steps.after))
+    groups.pop(MISSING, None)
+    # From a step's first event to the next step's; the last step has no next, and the last begin in it stands for that.
+    begins = [int(table.start[rows].min()) for rows in groups.values()]
+    ends = [*begins[1:], *(int(table.start[rows].max()) for rows in list(groups.values())[-1:])]
+    found = []
+    for rows, begin, end in zip(groups.values(), begins, ends, strict=True):
+        longest = rows[table.duration[rows].argmax()]
+        lasts, room = int(table.duration[longest]), end - begin
+        if lasts > _IMPOSSIBLE * room > 0 and (passed := _passed(trace, longest)):
+            found.append((lasts, room, passed, short_kernel_name(trace.names[table.name[longest]])))
+    if found:
+        lasts, room, passed, name = max(found)
+        others = "" if len(found) == 1 else f" (and in {count(len(found) - 1, 'other step')} another)"
+        yield (
+            f"{name} is recorded to last {lasts / NANOS_PER_MS:,.3f} ms in a step of {room / NANOS_PER_MS:,.3f} ms, "
+            f"and {count(passed, 'later event')} of its stream ended before it: its duration cannot be right{others}, "
+            "nor any figure that holds it"
+        )
+
+
+def _passed(trace: Trace, event: int) -> int:
+    """How many events of its stream began after an event and ended before it, which a stream does not allow."""
+    table = trace.device_events
+    same = (table.stream == table.stream[event]) & (table.device == table.device[event])
+    return int((same & (table.start > table.start[event]) & (table.end < table.end[event])).sum())
 
 
 def _missing_device(trace: Trace, links: Links) -> Iterator[str]:

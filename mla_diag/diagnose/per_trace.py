@@ -19,6 +19,7 @@ from mla_diag.diagnose.rules import RULES
 from mla_diag.diagnose.server_info import ServerInfo
 from mla_diag.diagnose.step_spans import Stage, describe_batch
 from mla_diag.diagnose.steps import Steps, busy, find_steps
+from mla_diag.diagnose.words import count
 from mla_diag.errors import UnreadableInputError
 from mla_diag.trace.columns import MISSING, NANOS_PER_MS, Ints
 from mla_diag.trace.link import Links, link
@@ -61,6 +62,11 @@ def explain_trace(trace: Trace, index: int = 0, known: Known | None = None) -> T
     known = known or Known()
     events = trace.device_events
     if not len(events) and not trace.damage.truncated:
+        if untimed := trace.damage.untimed_device_events:
+            raise UnreadableInputError(
+                f"{trace.path}: none of the times of its {count(untimed, 'device event')} can be read: they are "
+                "missing, no numbers or out of range; profile again"
+            )
         part = "" if trace.label is None else f" that is of {trace.label}"
         raise UnreadableInputError(
             f"{trace.path}: no device work among its {trace.event_count:,} events{part}, only the host's; "

@@ -58,6 +58,7 @@ def read_trace(path: TraceFile, *, frames: bool = True, progress: Progress | Non
             cut_at=chunks.cut_at,
             gzip=source.damage,
             lost_events=decoder.lost + tables.without_time,
+            untimed_device_events=tables.device_without_time,
             first_lost_at=decoder.first_lost_at,
             repaired_events=decoder.repaired,
             clamped_durations=tables.clamped_durations,

@@ -47,12 +47,14 @@ class TableBuilder:
 
     Attributes:
         without_time: Events left out because they say no time.
+        device_without_time: The device events among them.
         clamped_durations: Durations that were missing, negative or no number, and count as 0.
         clamped_device_durations: Those of device events among them.
     """
 
     def __init__(self) -> None:
         self.without_time = 0
+        self.device_without_time = 0
         self.clamped_durations = 0
         self.clamped_device_durations = 0
         self._names: Interner[str] = Interner()
@@ -107,7 +109,9 @@ class TableBuilder:
     def _timed(self, kind: type[Any], events: list[Any], columns: Callable[[list[Any], type[Any]], Columns]) -> Columns:
         start = nanoseconds([event.ts for event in events])
         if (start == NO_TIME).any():
-            self.without_time += int((start == NO_TIME).sum())
+            without = int((start == NO_TIME).sum())
+            self.without_time += without
+            self.device_without_time += without if kind in _KINDS else 0
             events = [event for event, time in zip(events, start, strict=True) if time != NO_TIME]
             start = start[start != NO_TIME]
         duration, clamped = durations([event.dur for event in events])

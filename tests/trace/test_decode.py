@@ -137,7 +137,7 @@ def test_odd_members_cost_at_most_themselves(tmp_path, members, start, duration)
 def test_an_event_without_a_time_is_lost_and_counted(tmp_path, members):
     trace = read(tmp_path, one(**members))
     assert [trace.names[name] for name in trace.device_events.name] == ["before", "after"]
-    assert trace.damage == Damage(lost_events=1)
+    assert trace.damage == Damage(lost_events=1, untimed_device_events=1)
 
 
 def test_missing_members_are_missing_values(tmp_path):

@@ -146,7 +146,7 @@ def _losses(case: StageCase, seen: dict[str, Any], replays: _Replays) -> Iterato
         yield _Loss(
             timeless,
             f"{seen['device_events_without_duration']:,} of {seen['device_events']:,} device events have a duration "
-            "below zero or no number, and count as 0: device times are too low, and rates too high",
+            "below zero, out of range or no number, and count as 0: device times are too low, and rates too high",
             again,
         )
     orphans = seen["device_events_without_launch"] / max(seen["device_events"], 1)
