@@ -390,6 +390,12 @@ def _refuse_empty(arguments: list[str]) -> None:
             raise UsageError(f"{name}: nothing is given for it; is a shell variable not set?")
 
 
+def _say(line: str) -> None:
+    from mla_diag.report.visible import visible
+
+    print(f"mla-diag: {visible(line)}", file=sys.stderr)
+
+
 def main() -> None:
     """Run the command line; errors meant for its user become one line and an exit code."""
     with sturdy_streams():
@@ -401,13 +407,13 @@ def main() -> None:
                 sys.stdout.flush()
         except MlaDiagError as error:
             for line in str(error).splitlines():
-                print(f"mla-diag: {line}", file=sys.stderr)
+                _say(line)
             sys.exit(error.exit_code)
         except OSError as error:
             # A file that no command foresaw: one that its user may not even ask for, say.
             if error.filename is None:
                 raise
-            print(f"mla-diag: {error.filename}: {error.strerror}", file=sys.stderr)
+            _say(f"{error.filename}: {error.strerror}")
             sys.exit(UnreadableInputError.exit_code)
         except KeyboardInterrupt:
             sys.exit(130)

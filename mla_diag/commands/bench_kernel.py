@@ -6,11 +6,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
-from rich.console import Console
 
 from mla_diag.bench.kernel_record import Record, read_record
 from mla_diag.bench.rows import Shape
-from mla_diag.commands.common import check_output, destination, parse_shape
+from mla_diag.commands.common import check_output, destination, parse_shape, plain_console
 from mla_diag.errors import UsageError
 from mla_diag.report.json import render_json
 from mla_diag.report.kernel_plot import check_plotting, draw_svg
@@ -55,7 +54,7 @@ def run(
         raise UsageError("--from shows an earlier run, which is JSON already: leave --json out")
     else:
         record = _chosen(read_record(recorded), heads, cases, recorded)
-        console = Console(highlight=False)
+        console = plain_console()
         print_head(record.device, record.ceilings, console)
         for row in record.rows:
             console.print(format_row(row), soft_wrap=True)
@@ -75,7 +74,7 @@ def _measure(heads: Sequence[int], cases: Sequence[tuple[int, int]], output: Pat
     if not torch.cuda.is_available():
         raise UsageError("bench kernel needs a GPU, and torch sees none here; run it where the server runs")
     record = Record(torch.cuda.get_device_name(), kernel.measure_ceilings(), [])
-    console = Console(highlight=False)
+    console = plain_console()
     print_head(record.device, record.ceilings, console)
     wanted = [Shape(count, *case) for count in heads or kernel.HEADS for case in cases or kernel.CASES]
     for row in kernel.bench_kernels(wanted, record.ceilings, rep_ms=milliseconds):

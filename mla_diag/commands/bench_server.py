@@ -10,14 +10,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from shlex import quote
 
-from rich.console import Console
-
 from mla_diag.bench.agreement import Logits, agree, record_logits
 from mla_diag.bench.measure import ROWS, LeftOut, Measured, Plan, Row, measure_rows
 from mla_diag.bench.process import ServerCommand, ServerProcess
 from mla_diag.bench.server import ServerBench, ServerSide, gains
 from mla_diag.commands import profile
-from mla_diag.commands.common import check_output, destination, parse_shape
+from mla_diag.commands.common import check_output, destination, parse_shape, plain_console
 from mla_diag.commands.progress import Progress
 from mla_diag.commands.signals import ended_by_signals
 from mla_diag.commands.strategies import measure_strategies
@@ -324,7 +322,7 @@ def _measured_order(installation: Installation, options: Options) -> tuple[str, 
     if gpu is None or options.strategy is not Strategy.AUTO:
         return None
     ways = outlooks(gpu, installation.flashinfer)
-    measured = measure_strategies(installation, options.strategy, ways, options.sglang, Console(highlight=False))
+    measured = measure_strategies(installation, options.strategy, ways, options.sglang, plain_console())
     return None if measured is None else measured.order
 
 
@@ -355,5 +353,5 @@ def _reported(bench: ServerBench, options: Options) -> Iterator[None]:
                     with destination(options.output) as console:
                         console.file.write(render_json(bench))
             finally:
-                print_bench(bench, Console(highlight=False), options.top)
+                print_bench(bench, plain_console(), options.top)
                 sys.stdout.flush()

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum
 from pathlib import Path
-from typing import TypeVar
+from typing import IO, TypeVar
 
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
@@ -16,6 +16,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from mla_diag.diagnose.explain import Progress as Report
 from mla_diag.diagnose.step_spans import Stage
 from mla_diag.errors import UsageError
+from mla_diag.report.visible import visible
 from mla_diag.trace.remote import TraceFile
 
 Choice = TypeVar("Choice", bound=Enum)
@@ -86,6 +87,11 @@ def check_output(output: Path | None) -> None:
         raise UsageError(f"{output}: may not be written; write elsewhere")
 
 
+def plain_console(file: IO[str] | None = None) -> Console:
+    """A console that prints text as it is: paths and names may hold what rich takes for markup or an emoji."""
+    return Console(file=file, highlight=False, markup=False, emoji=False)
+
+
 @contextmanager
 def destination(output: Path | None) -> Iterator[Console]:
     """Where a report goes: standard output, or a file.
@@ -94,11 +100,11 @@ def destination(output: Path | None) -> Iterator[Console]:
         UsageError: It cannot be written.
     """
     if output is None:
-        yield Console(highlight=False)
+        yield plain_console()
         return
     try:
         with output.open("w", encoding="utf-8", errors="backslashreplace") as file:
-            yield Console(file=file, highlight=False)
+            yield plain_console(file)
     except OSError as error:
         raise UsageError(f"{output}: cannot be written: {error.strerror}") from error
 
@@ -113,9 +119,9 @@ def reading_progress(files: Sequence[TraceFile]) -> Iterator[Report | None]:
     if not console.is_terminal or size < _BAR_FROM_BYTES:
         yield None
         return
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), DownloadColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True) as bar:
-        tasks = {file: bar.add_task(file.name[-40:], start=False, visible=False, total=None) for file in local}
+        tasks = {file: bar.add_task(visible(file.name)[-40:], start=False, visible=False, total=None) for file in local}
 
         def report(file: TraceFile, done: int, total: int) -> None:
             if not isinstance(file, Path):

@@ -7,6 +7,7 @@ from pathlib import Path
 from rich.console import Console
 
 from mla_diag.commands import compare, explain
+from mla_diag.commands.common import plain_console
 
 _PACKAGE = Path(__file__).parents[1]
 # Inside an installed package, or `traces/` of a checkout.
@@ -26,7 +27,7 @@ def recording(name: str) -> Path:
 
 def run() -> None:
     """Explain a server that copies its pool, then show what it gains where attention reads the pool as it is."""
-    console = Console(highlight=False)
+    console = plain_console()
     _say(console, "An MLA model on one H200: SGLang 0.5.17 as shipped, FP8 KV pool, one request of 2,000 tokens.\n")
     explain.run([recording("base-eager-decode-stack")], top=4)
     _say(console, "\nThe same server with CUDA graphs and a cached prefix, before and after `mla-diag fix --apply`:\n")

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from rich.console import Console
-
-from mla_diag.commands.common import Format
+from mla_diag.commands.common import Format, plain_console
 from mla_diag.diagnose.gpu import gpu_named
 from mla_diag.diagnose.server_info import read_server_info
 from mla_diag.errors import ExposedError, UsageError
@@ -60,7 +58,7 @@ def run(
     if output_format is Format.JSON:
         print(render_json(exposure), end="")
     else:
-        print_exposure(exposure, Console(highlight=False))
+        print_exposure(exposure, plain_console())
     if exposed_stages := [stage for stage in exposure.stages if stage.copies]:
         names = " and ".join(stage.stage.value for stage in exposed_stages)
         raise ExposedError(f"this server copies its whole KV pool in {names} steps")

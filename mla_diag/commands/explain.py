@@ -15,6 +15,7 @@ from mla_diag.diagnose.verdict import FailOn, parse_fail_on
 from mla_diag.errors import FindingError, UnreadableInputError
 from mla_diag.report.json import render_json
 from mla_diag.report.terminal import print_report
+from mla_diag.report.visible import visible
 
 
 def run(
@@ -79,6 +80,7 @@ def fail_on_findings(diagnosis: Diagnosis, failures: Sequence[FailOn]) -> None:
     if failed:
         raise FindingError(
             "\n".join(
-                f"--fail-on {entry.kind}: {diagnosis.traces[entry.trace].path}: {entry.title}" for entry in failed
+                visible(f"--fail-on {entry.kind}: {diagnosis.traces[entry.trace].path}: {entry.title}")
+                for entry in failed
             )
         )

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from mla_diag.commands.common import Format
+from mla_diag.commands.common import Format, plain_console
 from mla_diag.commands.strategies import measure_strategies
 from mla_diag.errors import MlaDiagError, UsageError
 from mla_diag.fix import patch
@@ -60,10 +60,10 @@ def run(
     if apply + revert + verify > 1:
         raise UsageError("--apply, --revert and --verify: give one of them")
     if console is None:
-        console = Console(highlight=False)
+        console = plain_console()
         console.soft_wrap = not console.is_terminal  # what reads a pipe is another tool
     # What a program reads is the account alone; what is said to a person meanwhile goes nowhere.
-    shown = console if output_format is Format.TERMINAL else Console(file=io.StringIO())
+    shown = console if output_format is Format.TERMINAL else plain_console(io.StringIO())
     installation = find_installation(sglang)
     if revert:
         account = _revert(installation, shown)

@@ -13,8 +13,8 @@ from shlex import quote
 from typing import NamedTuple, TextIO
 
 import msgspec
-from rich.console import Console
 
+from mla_diag.commands.common import plain_console
 from mla_diag.commands.explain import fail_on_findings
 from mla_diag.commands.progress import Progress
 from mla_diag.diagnose.diagnosis import Diagnosis
@@ -162,7 +162,7 @@ def run(
     with Client(url, api_key=api_key, verify=verify, timeouts=timeouts) as client:
         recording, diagnosis, tail = take(client, options)
     print()
-    print_report(diagnosis, Console(highlight=False), options.top)
+    print_report(diagnosis, plain_console(), options.top)
     print("", *tail, f"all of it is in {recording.out}", sep="\n")
     fail_on_findings(diagnosis, failures)
 
@@ -203,7 +203,7 @@ def take(client: Client, options: Options, announce: Callable[[str], None] = _an
     _write(recording.out / "report.json", render_json(diagnosis))
     with _opened(recording.out / "report.txt") as file:
         print(recording.announcement, "", sep="\n", file=file)
-        print_report(diagnosis, Console(file=file, highlight=False), options.top)
+        print_report(diagnosis, plain_console(file), options.top)
         print("", *tail, sep="\n", file=file)
     return Profile(recording, diagnosis, tail)
 

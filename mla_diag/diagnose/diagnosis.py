@@ -146,7 +146,7 @@ class StageReport(msgspec.Struct, frozen=True):
         trace: Index into the report's traces.
         rank: That trace's rank.
         steps: Complete steps that the figures rest on.
-        steps_left_out: Incomplete steps, and warm-up steps where asked for.
+        steps_left_out: Steps that are incomplete or have no device work, and warm-up steps where asked for.
         step_source: What told the steps apart.
         step_names: The distinct names of the steps and how many there are of each.
         device_ms_per_step: The sum over device events; with overlaps on a stream this is more than `busy`.

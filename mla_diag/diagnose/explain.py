@@ -94,7 +94,7 @@ def explain(
             raise UsageError("no trace is given; name traces or the directory they are in")
         raise UsageError(f"no trace of rank {rank} among those given; leave --rank out to see which there are")
     if wanted is not None and not stages:
-        left = f" that --warmup {warmup} leaves" if warmup else ""
+        left = f" that --warmup {warmup} leaves" if warmup else " that can be counted"
         raise UsageError(f"no {wanted.value} steps in these traces{left}; leave --stage out to see which there are")
     findings += [finding for rule in CROSS_RULES.values() for finding in rule(stages, traces)]
     findings = [

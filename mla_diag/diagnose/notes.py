@@ -13,12 +13,14 @@ from mla_diag.diagnose.mapping import Mapping
 from mla_diag.diagnose.step_spans import Stage, StepSource
 from mla_diag.diagnose.steps import Steps
 from mla_diag.diagnose.words import count
-from mla_diag.trace.columns import MISSING
-from mla_diag.trace.link import Links
+from mla_diag.trace.columns import MISSING, NANOS_PER_MS, rows_by
+from mla_diag.trace.link import Links, graph_launches, work_launches
 from mla_diag.trace.model import Damage, Trace
 
 # Below this share of the device time what kernels wait for each other on the device makes no row misleading.
 _EARLY = 0.03
+# Steps that run beside each other last longer than from one's begin to the next one's, but not so many times as long.
+_IMPOSSIBLE = 10
 _SOME = 0.01  # below this share of a trace's device events a gap changes no figure that is printed
 
 
@@ -26,6 +28,7 @@ def notes(trace: Trace, links: Links, steps: Steps, mapping: Mapping | None = No
     """Everything to know before trusting the figures of one rank's trace, the worst first."""
     return [
         *_damage(trace.damage),
+        *_impossible_durations(trace, steps),
         *_missing_device(trace, links),
         *_steps(steps),
         *_missing_detail(trace, links, mapping),
@@ -47,12 +50,44 @@ def _damage(damage: Damage) -> Iterator[str]:
     if damage.repaired_events:
         yield f"{count(damage.repaired_events, 'malformed event')} could be repaired and are counted"
     if damage.clamped_durations:
-        yield f"{count(damage.clamped_durations, 'event')} had a duration below zero or no number; it counts as 0"
+        clamped = count(damage.clamped_durations, "event")
+        yield f"{clamped} had a duration below zero, out of range or no number; it counts as 0"
+
+
+def _impossible_durations(trace: Trace, steps: Steps) -> Iterator[str]:
+    """Events that last many times their step, while what comes after them on their stream has come and gone."""
+    table = trace.device_events
+    groups = rows_by(np.where(steps.inside != MISSING, steps.inside, steps.after))
+    groups.pop(MISSING, None)
+    # From a step's first event to the next step's; the last step has no next, and the last begin in it stands for that.
+    begins = [int(table.start[rows].min()) for rows in groups.values()]
+    ends = [*begins[1:], *(int(table.start[rows].max()) for rows in list(groups.values())[-1:])]
+    found = []
+    for rows, begin, end in zip(groups.values(), begins, ends, strict=True):
+        longest = rows[table.duration[rows].argmax()]
+        lasts, room = int(table.duration[longest]), end - begin
+        if lasts > _IMPOSSIBLE * room > 0 and (passed := _passed(trace, longest)):
+            found.append((lasts, room, passed, short_kernel_name(trace.names[table.name[longest]])))
+    if found:
+        lasts, room, passed, name = max(found)
+        others = "" if len(found) == 1 else f" (and in {count(len(found) - 1, 'other step')} another)"
+        yield (
+            f"{name} is recorded to last {lasts / NANOS_PER_MS:,.3f} ms in a step of {room / NANOS_PER_MS:,.3f} ms, "
+            f"and {count(passed, 'later event')} of its stream ended before it: its duration cannot be right{others}, "
+            "nor any figure that holds it"
+        )
+
+
+def _passed(trace: Trace, event: int) -> int:
+    """How many events of its stream began after an event and ended before it, which a stream does not allow."""
+    table = trace.device_events
+    same = (table.stream == table.stream[event]) & (table.device == table.device[event])
+    return int((same & (table.start > table.start[event]) & (table.end < table.end[event])).sum())
 
 
 def _missing_device(trace: Trace, links: Links) -> Iterator[str]:
     events = len(trace.device_events)
-    calls = int(np.isin(trace.launches.name, [n for n, name in enumerate(trace.names) if "LaunchKernel" in name]).sum())
+    calls = int((work_launches(trace) & ~graph_launches(trace)).sum())
     if trace.damage.truncated and not events:
         yield "no device event comes before the cut, so nothing can be said of device time"
     elif calls > 10 * events:
@@ -71,15 +106,24 @@ def _missing_device(trace: Trace, links: Links) -> Iterator[str]:
 def _steps(steps: Steps) -> Iterator[str]:
     if steps.spans.source is not StepSource.STEP_SPAN:
         yield f"steps are told apart by {steps.spans.source.words}"
-    if steps.counted.any() and not steps.complete.any():
+    if steps.counted.any() and not steps.whole.any():
         yield "no step is complete in this trace: the figures are of parts of steps, and lower than those of whole ones"
     elif incomplete := int((~steps.complete).sum()):
         verb = "is" if incomplete == 1 else "are"
-        yield f"{count(incomplete, 'step')} {verb} incomplete in this trace and left out of every figure"
+        lost = [
+            f"; no {stage.value} step is left"
+            for stage in Stage
+            if not (steps.complete[steps.all_of(stage)].all() or steps.whole[steps.all_of(stage)].any())
+        ]
+        yield f"{count(incomplete, 'step')} {verb} incomplete in this trace and left out of every figure{''.join(lost)}"
+    if empty := int((steps.empty & steps.complete).sum()):
+        has, verb = ("has", "is") if empty == 1 else ("have", "are")
+        yield f"{count(empty, 'step')} {has} no device work in this trace and {verb} left out of every figure"
     for stage in Stage:
-        whole = [number for number, other in enumerate(steps.spans.stages) if other is stage and steps.complete[number]]
-        if whole and not steps.counted[whole].any():
-            yield f"--warmup leaves no {stage.value} step: the trace has {len(whole)} of them, all left out"
+        of_stage = steps.all_of(stage)
+        whole = int(steps.whole[of_stage].sum())
+        if whole and not steps.counted[of_stage].any():
+            yield f"--warmup leaves no {stage.value} step: the trace has {whole} of them, all left out"
 
 
 def _missing_detail(trace: Trace, links: Links, mapping: Mapping | None) -> Iterator[str]:

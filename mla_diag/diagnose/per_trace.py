@@ -19,6 +19,7 @@ from mla_diag.diagnose.rules import RULES
 from mla_diag.diagnose.server_info import ServerInfo
 from mla_diag.diagnose.step_spans import Stage, describe_batch
 from mla_diag.diagnose.steps import Steps, busy, find_steps
+from mla_diag.diagnose.words import count
 from mla_diag.errors import UnreadableInputError
 from mla_diag.trace.columns import MISSING, NANOS_PER_MS, Ints
 from mla_diag.trace.link import Links, link
@@ -61,6 +62,11 @@ def explain_trace(trace: Trace, index: int = 0, known: Known | None = None) -> T
     known = known or Known()
     events = trace.device_events
     if not len(events) and not trace.damage.truncated:
+        if untimed := trace.damage.untimed_device_events:
+            raise UnreadableInputError(
+                f"{trace.path}: none of the times of its {count(untimed, 'device event')} can be read: they are "
+                "missing, no numbers or out of range; profile again"
+            )
         part = "" if trace.label is None else f" that is of {trace.label}"
         raise UnreadableInputError(
             f"{trace.path}: no device work among its {trace.event_count:,} events{part}, only the host's; "
@@ -132,13 +138,12 @@ def _stage_report(trace: Trace, steps: Steps, stage: Stage, index: int, ops: lis
     inside = [steps.events.get(step, np.empty(0, np.int64)) for step in chosen.tolist()]
     device = [float(events.duration[rows].sum()) / NANOS_PER_MS for rows in inside]
     union = sum(busy(events.start[rows], events.end[rows]) for rows in inside)
-    of_stage = [number for number, other in enumerate(steps.spans.stages) if other is stage]
     return StageReport(
         stage=stage,
         trace=index,
         rank=trace.rank,
         steps=count,
-        steps_left_out=len(of_stage) - count,
+        steps_left_out=len(steps.all_of(stage)) - count,
         step_source=steps.spans.source,
         step_names=dict(describe_batch([steps.spans.names[step] for step in chosen])),
         device_ms_per_step=sum(device) / count,

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from mla_diag.diagnose.step_spans import Stage, StepSpans, find_step_spans
 from mla_diag.diagnose.thresholds import COMPLETE_SHARE
 from mla_diag.trace.columns import MISSING, Ids, Interner, Ints, rows_by
-from mla_diag.trace.link import Links, enclosing
+from mla_diag.trace.link import Links, captured_launches, enclosing, work_launches
 from mla_diag.trace.model import Table, Trace
 
 
@@ -27,9 +27,10 @@ class Steps:
         spans: Where the steps are.
         inside: For each device event the step that launched it, or -1.
         after: For each device event launched between two steps the one before, or -1: sampling, result copies.
-        counted: For each step whether the figures rest on it: it is complete, and no warm-up. Where a cut has left no
-            step complete, those that have any device event count.
+        counted: For each step whether the figures rest on it: it is complete, not empty, and no warm-up. Where no step
+            is complete, those that have any device event count.
         complete: For each step whether the trace holds all that it launched.
+        empty: For each step whether it has no device event, lost or never launched.
     """
 
     spans: StepSpans
@@ -37,6 +38,12 @@ class Steps:
     after: Ints
     counted: NDArray[np.bool_]
     complete: NDArray[np.bool_]
+    empty: NDArray[np.bool_]
+
+    @property
+    def whole(self) -> NDArray[np.bool_]:
+        """For each step whether it launched device work and the trace holds all of it."""
+        return self.complete & ~self.empty
 
     @cached_property
     def events(self) -> dict[int, Ints]:
@@ -45,9 +52,14 @@ class Steps:
         of_step.pop(MISSING, None)
         return of_step
 
+    def all_of(self, stage: Stage) -> Ints:
+        """The steps of a stage, counted or not."""
+        return np.array([number for number, other in enumerate(self.spans.stages) if other is stage], np.int64)
+
     def of(self, stage: Stage) -> Ints:
         """The counted steps of a stage."""
-        return np.array([n for n, s in enumerate(self.spans.stages) if s is stage and self.counted[n]], np.int64)
+        steps = self.all_of(stage)
+        return steps[self.counted[steps]]
 
 
 def find_steps(trace: Trace, links: Links, warmup: int = 0) -> Steps:
@@ -74,8 +86,11 @@ def find_steps(trace: Trace, links: Links, warmup: int = 0) -> Steps:
     inside[orphans[span != MISSING]] = spans.device_step[span[span != MISSING]]
 
     complete = _complete(trace, links, spans, inside)
-    usable = complete if complete.any() else np.isin(np.arange(len(spans)), inside)
-    return Steps(spans, inside, after, _without_warmup(spans, usable, warmup), complete)
+    # A step of nothing is no step to average over: an idle rank's, or one whose work the profiler lost.
+    empty = ~np.isin(np.arange(len(spans)), inside)
+    whole = complete & ~empty
+    usable = whole if whole.any() else ~empty
+    return Steps(spans, inside, after, _without_warmup(spans, usable, warmup), complete, empty)
 
 
 def step_at(spans: StepSpans, threads: Ids, times: Ints) -> Ints:
@@ -91,21 +106,22 @@ def step_at(spans: StepSpans, threads: Ids, times: Ints) -> Ints:
 def _complete(trace: Trace, links: Links, spans: StepSpans, inside: Ints) -> NDArray[np.bool_]:
     """Whether the trace holds what each step launched.
 
-    A step is measured against the fullest step of the same name: by the share of its calls that led to a device event,
-    and by the device events of its graph launches. In a trace that is cut off the calls are missing as well, so there
-    a step also needs as many device events as its like, and one launched after it.
+    A step is measured by the share of its calls that led to a device event: of its launches of kernels and graphs
+    against every other step, because those run something whatever the step is, and of all its calls against the fullest
+    step of the same name, by whose device events of graph launches it is measured too. In a trace that is cut off the
+    calls are missing as well, so there a step also needs as many device events as its like, and one launched after it.
     """
-    calls = np.flatnonzero(np.isin(trace.launches.name, _launching_names(trace, links)))
-    call_step = step_at(spans, trace.launches.thread[calls], trace.launches.start[calls])
-    placed = call_step != MISSING
-    made = np.bincount(call_step[placed], minlength=len(spans))
-    found = np.bincount(call_step[placed & np.isin(calls, links.launch)], minlength=len(spans))
+    running = work_launches(trace) & ~captured_launches(trace)
+    made, found = _calls_in_steps(trace, links, spans, running)
+    work_share = np.where(made, found / np.maximum(made, 1), 1.0)
+    complete: NDArray[np.bool_] = work_share >= COMPLETE_SHARE * work_share[made > 0].max(initial=0.0)
+
+    made, found = _calls_in_steps(trace, links, spans, np.isin(trace.launches.name, _launching_names(trace, links)))
     share = found / np.maximum(made, 1)
     in_step = inside != MISSING
     events = np.bincount(inside[in_step], minlength=len(spans))
     graph_events = np.bincount(inside[links.graph & in_step], minlength=len(spans))
 
-    complete = np.ones(len(spans), bool)
     names: Interner[str] = Interner()
     for steps in rows_by(names.ids(spans.names).astype(np.int64)).values():
         complete[steps] &= share[steps] >= COMPLETE_SHARE * share[steps].max()
@@ -116,6 +132,15 @@ def _complete(trace: Trace, links: Links, spans: StepSpans, inside: Ints) -> NDA
     if trace.damage.truncated:
         complete &= spans.end <= _last_launch(trace, links)
     return complete
+
+
+def _calls_in_steps(trace: Trace, links: Links, spans: StepSpans, chosen: NDArray[np.bool_]) -> tuple[Ints, Ints]:
+    """For each step how many of the chosen calls it made, and how many of those led to a device event."""
+    calls = np.flatnonzero(chosen)
+    step = step_at(spans, trace.launches.thread[calls], trace.launches.start[calls])
+    placed = step != MISSING
+    led = placed & np.isin(calls, links.launch)
+    return np.bincount(step[placed], minlength=len(spans)), np.bincount(step[led], minlength=len(spans))
 
 
 def _last_launch(trace: Trace, links: Links) -> int:
@@ -130,9 +155,8 @@ def _last_launch(trace: Trace, links: Links) -> int:
 
 def _launching_names(trace: Trace, links: Links) -> Ids:
     """The calls that launch device work: those that did so in this trace, or are known to."""
-    did = np.unique(trace.launches.name[links.launch[links.launch != MISSING]])
-    known = [number for number, name in enumerate(trace.names) if "LaunchKernel" in name or "GraphLaunch" in name]
-    return np.union1d(did, np.array(known, np.int32)).astype(np.int32)
+    did = trace.launches.name[links.launch[links.launch != MISSING]]
+    return np.union1d(did, trace.launches.name[work_launches(trace)]).astype(np.int32)
 
 
 def _without_warmup(spans: StepSpans, usable: NDArray[np.bool_], warmup: int) -> NDArray[np.bool_]:

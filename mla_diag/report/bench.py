@@ -13,6 +13,7 @@ from mla_diag.bench.server import Gain, ServerBench, ServerSide
 from mla_diag.diagnose.words import count
 from mla_diag.report.comparison import print_comparison
 from mla_diag.report.units import milliseconds
+from mla_diag.report.visible import visible
 
 _AGREEMENT = "{:<26}{:>7}{:>10}{:>10}{:>10}{:>10}{:>8}"
 _ROW = "{:>5} {:>8}  {:<8} {:>32} {:>32} {:>8}"
@@ -32,6 +33,7 @@ def print_bench(bench: ServerBench, console: Console, top: int) -> None:
         console: Where to.
         top: Ops a stage of the profiles' comparison.
     """
+    bench = visible(bench)
     if bench.before is not None:
         for line in (*_header(bench, bench.before), Text(), *_table(bench, bench.before)):
             line.rstrip()

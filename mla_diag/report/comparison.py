@@ -11,6 +11,7 @@ from mla_diag.diagnose.compare import Change, Comparison, OpChange, Side, StageC
 from mla_diag.diagnose.kernel_names import short_kernel_name
 from mla_diag.diagnose.words import count
 from mla_diag.report.units import milliseconds
+from mla_diag.report.visible import visible
 
 _ROW = "{:>9} {:>9} {:>10}  {:>17}  {:<7} "
 _STYLES = {Change.WENT: "green", Change.SHRANK: "green", Change.CAME: "red", Change.GREW: "red", Change.SAME: "dim"}
@@ -24,9 +25,9 @@ def print_comparison(comparison: Comparison, console: Console, top: int) -> None
         console: Where to.
         top: Ops a stage.
     """
-    for doubt in comparison.doubts:
+    for doubt in visible(comparison.doubts):
         console.print(Text(f"dropped-events {doubt}", "yellow"), soft_wrap=True)
-    for number, stage in enumerate(comparison.stages):
+    for number, stage in enumerate(visible(comparison.stages)):
         for line in [*([Text()] if number else []), *_header(stage), Text(), *_ops(stage, top, console)]:
             line.rstrip()
             console.print(line, soft_wrap=not console.is_terminal)

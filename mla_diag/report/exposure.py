@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from rich.console import Console
 
 from mla_diag.diagnose.gap import Floor, Gap
+from mla_diag.report.visible import visible
 from mla_diag.server.copy_cost import CopyCost
 from mla_diag.server.exposure import Exposure
 
@@ -19,7 +20,7 @@ _INDENT = 12
 
 def print_exposure(exposure: Exposure, console: Console) -> None:
     """Print all of it."""
-    for line in _lines(exposure):
+    for line in _lines(visible(exposure)):
         console.print(line, markup=False, soft_wrap=True)
 
 

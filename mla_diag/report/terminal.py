@@ -17,6 +17,7 @@ from mla_diag.diagnose.step_spans import Stage
 from mla_diag.diagnose.words import count
 from mla_diag.report.ops_table import ops_table
 from mla_diag.report.units import milliseconds
+from mla_diag.report.visible import visible
 
 _SEVERITY_STYLES = {"high": "bold red", "medium": "bold yellow", "low": "bold"}
 _RANKS = "{:>{}} {:>6} {:>12} {:>12} {:>12}"
@@ -31,6 +32,7 @@ def print_report(diagnosis: Diagnosis, console: Console, top: int) -> None:
             reads it then is another tool.
         top: Ops a stage.
     """
+    diagnosis = visible(diagnosis)
     lines = _run(diagnosis, console, top) if _is_one_run(diagnosis) else _one_by_one(diagnosis, console, top)
     for line in lines:
         line.rstrip()

@@ -86,8 +86,8 @@ def _each_exactly(texts: Sequence[msgspec.Raw]) -> Ints:
     return np.fromiter(map(_nanoseconds_of_one, texts), np.int64, len(texts))
 
 
-def durations(micros: Sequence[float]) -> tuple[Ints, int]:
-    """Durations in microseconds to nanoseconds, and how many were negative or no number and count as 0.
+def durations(micros: Sequence[float | None]) -> tuple[Ints, int]:
+    """Durations in microseconds to nanoseconds, and how many were missing, negative or no number and count as 0.
 
     Profilers have written negative ones (kineto#646, where an end of 0 overflowed).
     """

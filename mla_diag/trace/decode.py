@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import operator
 from collections.abc import Iterator
 from functools import reduce
@@ -57,9 +58,11 @@ def read_trace(path: TraceFile, *, frames: bool = True, progress: Progress | Non
             cut_at=chunks.cut_at,
             gzip=source.damage,
             lost_events=decoder.lost + tables.without_time,
+            untimed_device_events=tables.device_without_time,
             first_lost_at=decoder.first_lost_at,
             repaired_events=decoder.repaired,
             clamped_durations=tables.clamped_durations,
+            clamped_device_durations=tables.clamped_device_durations,
         ),
     )
 
@@ -124,12 +127,10 @@ class EventDecoder:
         """An event with its odd members replaced or, if that is not enough, left out."""
         if event.get("cat") not in self._known:
             return _NOTHING
-        self.repaired += 1
         event["name"] = str(event.get("name") or "")
-        try:
-            event["dur"] = float(event.get("dur") or 0)
-        except (TypeError, ValueError, OverflowError):
-            event["dur"] = -1.0
+        event["dur"] = _finite(event.get("dur"))
+        # One without a duration is not repaired by counting it as 0, and is counted as such by whoever does that.
+        self.repaired += event["dur"] is not None or event.get("ph") != "X"
         for drop in ((), ("pid", "tid"), ("args",)):
             event = {key: value for key, value in event.items() if key not in drop}
             try:
@@ -146,6 +147,15 @@ class EventDecoder:
         union = reduce(operator.or_, self._types)
         self._one: msgspec.json.Decoder[Any] = msgspec.json.Decoder(union)
         self._many: msgspec.json.Decoder[list[Any]] = msgspec.json.Decoder(list[union])  # type: ignore[valid-type]
+
+
+def _finite(value: Any) -> float | None:
+    """A number, whatever type it came in, or None; JSON has no others."""
+    try:
+        number = float(value)
+    except (TypeError, ValueError, OverflowError):
+        return None
+    return number if math.isfinite(number) else None
 
 
 def _split(text: bytes) -> Iterator[tuple[int, Any]]:

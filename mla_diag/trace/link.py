@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from mla_diag.trace.columns import MISSING, Ids, Ints
+from mla_diag.trace.columns import MISSING, Ids, Ints, rows_by
 from mla_diag.trace.model import Table, Trace
 
 # Serving code whose frames are worth naming, in this order: a kernel launched by SGLang's code is blamed on SGLang's
@@ -22,6 +22,10 @@ from mla_diag.trace.model import Table, Trace
 SERVING_PACKAGES = ("sglang", "vllm")
 
 _GRAPH_LAUNCH = re.compile(r"GraphLaunch", re.IGNORECASE)
+# Calls that always lead to work on the device. Copies and fills do not: one of no bytes runs nothing.
+_RUNS_SOMETHING = re.compile(r"Launch(?:Cooperative)?Kernel|GraphLaunch", re.IGNORECASE)
+_CAPTURE_BEGINS = re.compile(r"StreamBeginCapture", re.IGNORECASE)
+_CAPTURE_ENDS = re.compile(r"StreamEndCapture", re.IGNORECASE)
 
 
 class Source(NamedTuple):
@@ -91,7 +95,27 @@ def link(trace: Trace) -> Links:
 
 def graph_launches(trace: Trace) -> NDArray[np.bool_]:
     """Whether each of a trace's launches launches a CUDA or HIP graph."""
-    named = np.array([bool(_GRAPH_LAUNCH.search(name)) for name in trace.names] or [False])
+    return _calls(trace, _GRAPH_LAUNCH)
+
+
+def work_launches(trace: Trace) -> NDArray[np.bool_]:
+    """Whether each of a trace's launches launches a kernel or a graph."""
+    return _calls(trace, _RUNS_SOMETHING)
+
+
+def captured_launches(trace: Trace) -> NDArray[np.bool_]:
+    """Whether each launch was made while its thread captured a graph: it runs when that is replayed, not then."""
+    launches, begins, ends = trace.launches, _calls(trace, _CAPTURE_BEGINS), _calls(trace, _CAPTURE_ENDS)
+    captured = np.zeros(len(launches), bool)
+    for rows in rows_by(launches.thread.astype(np.int64)).values() if begins.any() else ():
+        ordered = rows[np.argsort(launches.start[rows], kind="stable")]
+        captured[ordered] = np.cumsum(begins[ordered].astype(np.int64) - ends[ordered]) > 0
+    return captured
+
+
+def _calls(trace: Trace, names: re.Pattern[str]) -> NDArray[np.bool_]:
+    """Whether each of a trace's launches is a call of such a name."""
+    named = np.array([bool(names.search(name)) for name in trace.names] or [False])
     return named[trace.launches.name]
 
 

@@ -108,17 +108,21 @@ class Damage:
         cut_at: The byte of the JSON text at which it stops before its end, or None.
         gzip: What is wrong with the gzip data, or None.
         lost_events: Events that could not be read and were left out.
+        untimed_device_events: The device events among them that could be read but for their times.
         first_lost_at: The byte of the JSON text where the first of them is.
         repaired_events: Malformed events that could be read all the same.
-        clamped_durations: Durations that were negative or no number, and count as 0.
+        clamped_durations: Durations that were missing, negative or no number, and count as 0.
+        clamped_device_durations: Those of device events among them.
     """
 
     cut_at: int | None = None
     gzip: str | None = None
     lost_events: int = 0
+    untimed_device_events: int = 0
     first_lost_at: int | None = None
     repaired_events: int = 0
     clamped_durations: int = 0
+    clamped_device_durations: int = 0
 
     @property
     def truncated(self) -> bool:

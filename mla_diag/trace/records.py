@@ -15,6 +15,7 @@ Number: TypeAlias = int | float | str | None
 Identity: TypeAlias = int | str | float | None
 
 NOTHING = Raw(b"")
+COMPLETE = Raw(b'"X"')
 
 
 class Args(Struct, gc=False):
@@ -49,13 +50,17 @@ class DeviceArgs(LaunchArgs):
 
 
 class Event(Struct, tag_field="cat", gc=False):
-    """What every complete event (`"ph": "X"`) has; times are microseconds, as text so that none of it is lost."""
+    """What every complete event (`"ph": "X"`) has; times are microseconds, as text so that none of it is lost.
 
+    Events of other phases, such as flows and instants, last no time and have no `dur`.
+    """
+
+    ph: Raw = NOTHING
     name: str = ""
     pid: Identity = None
     tid: Identity = None
     ts: Raw = NOTHING
-    dur: float = 0.0
+    dur: float | None = None
 
 
 class CpuOp(Event, tag="cpu_op"):

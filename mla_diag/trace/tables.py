@@ -47,12 +47,16 @@ class TableBuilder:
 
     Attributes:
         without_time: Events left out because they say no time.
-        clamped_durations: Durations that were negative or no number, and count as 0.
+        device_without_time: The device events among them.
+        clamped_durations: Durations that were missing, negative or no number, and count as 0.
+        clamped_device_durations: Those of device events among them.
     """
 
     def __init__(self) -> None:
         self.without_time = 0
+        self.device_without_time = 0
         self.clamped_durations = 0
+        self.clamped_device_durations = 0
         self._names: Interner[str] = Interner()
         self._values: Interner[bytes] = Interner()
         self._threads: Interner[tuple[Any, Any]] = Interner()
@@ -105,11 +109,16 @@ class TableBuilder:
     def _timed(self, kind: type[Any], events: list[Any], columns: Callable[[list[Any], type[Any]], Columns]) -> Columns:
         start = nanoseconds([event.ts for event in events])
         if (start == NO_TIME).any():
-            self.without_time += int((start == NO_TIME).sum())
+            without = int((start == NO_TIME).sum())
+            self.without_time += without
+            self.device_without_time += without if kind in _KINDS else 0
             events = [event for event, time in zip(events, start, strict=True) if time != NO_TIME]
             start = start[start != NO_TIME]
         duration, clamped = durations([event.dur for event in events])
-        self.clamped_durations += clamped
+        if clamped:
+            clamped -= sum(event.dur is None and event.ph != records.COMPLETE for event in events)
+            self.clamped_durations += clamped
+            self.clamped_device_durations += clamped if kind in _KINDS else 0
         return {
             "name": self._names.ids(map(_NAME, events)),
             "thread": self._threads.ids(map(_THREAD, events)),

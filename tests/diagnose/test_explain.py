@@ -57,6 +57,18 @@ def test_nothing_readable_is_an_error_with_a_line_a_file(tmp_path: Path):
     assert len(str(caught.value).splitlines()) == 2
 
 
+@pytest.mark.parametrize("time", [10**18, None, "soon"])
+def test_device_events_without_a_usable_time_are_not_called_missing(tmp_path: Path, time: Any):
+    """They read as a trace of the host alone, and as advice to profile with GPU activities."""
+    builder = TraceBuilder()
+    builder.dispatch("aten::mm", 10, [("kernel", 20, 60)])
+    for event in builder.events:
+        event["ts"] = time
+    with pytest.raises(UnreadableInputError, match="none of the times of its 1 device event can be read") as caught:
+        mla_diag.explain(builder.write(tmp_path / "t.json"))
+    assert "GPU activities" not in str(caught.value)
+
+
 def test_stage_and_rank_choose_and_say_when_there_is_none(tmp_path: Path):
     write(tmp_path / "a.json", rank=0)
     write(tmp_path / "b.json", rank=1, name="step[EXTEND bs=1 toks=5]")

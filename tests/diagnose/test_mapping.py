@@ -94,13 +94,17 @@ def test_kernels_that_the_reference_never_launches_stay_unnamed(tmp_path: Path):
     assert (op.op, op.mapped, op.source) == (None, False, None)
 
 
-def test_the_launches_of_a_capture_become_the_graphs_kernels_in_order(tmp_path: Path):
-    """SGLang's capture traces hold ops and launches of the capture, and no kernels (sglang#24370)."""
+@pytest.mark.parametrize("call", ["cudaLaunchKernel", "cudaLaunchCooperativeKernel", "cuLaunchKernelEx"])
+def test_the_launches_of_a_capture_become_the_graphs_kernels_in_order(tmp_path: Path, call: str):
+    """SGLang's capture traces hold ops and launches of the capture, and no kernels (sglang#24370).
+
+    FlashInfer launches its MLA attention cooperatively.
+    """
     capture = TraceBuilder()
     for number, op in enumerate(["aten::copy_", "aten::mm", "aten::mul"]):
         capture.frame(f"{FILE}({number + 1}): function_{number}", 100 * number, 90)
         external = capture.op(op, 100 * number + 1, 80, dims=[[number + 1, 8]], types=["float"])
-        capture.launch(100 * number + 10, id=external)
+        capture.launch(100 * number + 10, id=external, name=call if number == 1 else "cudaLaunchKernel")
     path = capture.write(tmp_path / "bs_1_rank0.json")
     replay = graph(tmp_path / "g.json", [("a", (1, 1, 1)), ("b", (1, 1, 1)), ("c", (1, 1, 1))])
     (stage,) = explain(replay, mapping=path).stages

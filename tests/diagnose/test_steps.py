@@ -218,6 +218,78 @@ def test_a_step_whose_kernels_the_profiler_dropped_does_not_count(tmp_path: Path
     assert any("1 step is incomplete" in note for note in diagnosis.traces[0].notes)
 
 
+def launches_of_a_step(builder: TraceBuilder, name: str, at: int, lost: int = 0) -> None:
+    """A step of ten launches, of which the last few have no kernel in the trace."""
+    builder.span(name, at, 500)
+    for number in range(10):
+        correlation = builder.launch(at + 30 * number)
+        if number < 10 - lost:
+            builder.kernel("kernel", at + 30 * number + 20, 10, correlation)
+
+
+@pytest.mark.parametrize("lost", [5, 10])
+def test_a_step_of_a_name_of_its_own_that_lost_kernels_does_not_count(tmp_path: Path, lost: int):
+    """An EXTEND's name has its tokens, so it is measured against steps of other names."""
+    builder = TraceBuilder()
+    launches_of_a_step(builder, "step[EXTEND bs=1 toks=64]", 0, lost)
+    launches_of_a_step(builder, "step[EXTEND bs=2 toks=128]", 1000)
+    diagnosis = explain(builder.write(tmp_path / "t.json"))
+    (stage,) = diagnosis.stages
+    assert (stage.steps, stage.steps_left_out) == (1, 1)
+    assert stage.device_ms_per_step == pytest.approx(0.1)
+    assert "1 step is incomplete in this trace and left out of every figure" in diagnosis.traces[0].notes
+
+
+@pytest.mark.parametrize("lost", [5, 10])
+def test_the_only_step_of_a_stage_does_not_count_where_it_lost_kernels(tmp_path: Path, lost: int):
+    builder = TraceBuilder()
+    launches_of_a_step(builder, "step[EXTEND bs=1 toks=64]", 0, lost)
+    launches_of_a_step(builder, "step[DECODE bs=1]", 1000)
+    diagnosis = explain(builder.write(tmp_path / "t.json"))
+    assert [stage.stage for stage in diagnosis.stages] == [Stage.DECODE]
+    assert diagnosis.traces[0].notes[0].endswith("left out of every figure; no prefill step is left")
+
+
+def test_a_step_that_launches_nothing_counts_in_no_figure(tmp_path: Path):
+    builder = TraceBuilder()
+    launches_of_a_step(builder, "step[DECODE bs=1]", 0)
+    builder.span("step[DECODE bs=2]", 1000, 500)
+    builder.span("step[IDLE bs=0]", 2000, 500)
+    diagnosis = explain(builder.write(tmp_path / "t.json"))
+    (stage,) = diagnosis.stages
+    assert (stage.stage, stage.steps, stage.steps_left_out) == (Stage.DECODE, 1, 1)
+    assert stage.device_ms_per_step == pytest.approx(0.1)
+    assert "2 steps have no device work in this trace and are left out of every figure" in diagnosis.traces[0].notes
+    assert not any("incomplete" in note for note in diagnosis.traces[0].notes)
+
+
+def test_a_step_of_copies_that_run_nothing_is_complete_beside_one_without_them(tmp_path: Path):
+    """A public trace (HTA's hta-ns-resolution) has 235 cudaMemsetAsync without a device event: no bytes to fill."""
+    builder = TraceBuilder()
+    launches_of_a_step(builder, "step[DECODE bs=1]", 0)
+    builder.memset(400, 5, builder.launch(390, name="cudaMemsetAsync"), size=64)
+    launches_of_a_step(builder, "step[EXTEND bs=1 toks=9]", 1000)
+    builder.launch(1390, name="cudaMemsetAsync")
+    assert steps_of(builder, tmp_path / "t.json")[1].counted.tolist() == [True, True]
+
+
+def test_a_step_that_captures_a_graph_is_complete_without_what_it_captured(tmp_path: Path):
+    builder = TraceBuilder()
+    launches_of_a_step(builder, "ProfilerStep#1", 0)
+    builder.launch(400, name="cudaStreamBeginCapture")
+    builder.launch(410)
+    builder.launch(420, name="cudaStreamEndCapture")
+    launches_of_a_step(builder, "ProfilerStep#2", 1000)
+    assert steps_of(builder, tmp_path / "t.json")[1].counted.tolist() == [True, True]
+
+
+def test_where_no_step_has_all_its_kernels_those_that_have_as_many_as_any_count(tmp_path: Path):
+    builder = TraceBuilder()
+    launches_of_a_step(builder, "step[DECODE bs=1]", 0, lost=3)
+    launches_of_a_step(builder, "step[EXTEND bs=1 toks=9]", 1000, lost=3)
+    assert steps_of(builder, tmp_path / "t.json")[1].counted.tolist() == [True, True]
+
+
 def test_a_cut_file_counts_the_steps_before_the_cut(recordings: Path, tmp_path: Path):
     import gzip  # noqa: PLC0415
 

@@ -60,6 +60,15 @@ def test_dry_run_shows_sites_strategy_and_diff_and_touches_nothing(installation:
     assert contents(installation.root) == before
 
 
+def test_a_path_is_printed_as_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """rich would take `[red]` for a colour and `:warning:` for an emoji."""
+    root = install(tmp_path / "of [red] and :warning:")
+    fix.run(sglang=root)
+    shown = capsys.readouterr().out.replace("\n", "")  # wrapped at the terminal's width
+    assert "[red]" in shown
+    assert ":warning:" in shown
+
+
 @pytest.mark.skipif(GIT is None, reason="needs git")
 def test_diff_is_the_change_that_apply_makes(installation: Installation) -> None:
     site = installation.root.parent

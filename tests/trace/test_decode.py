@@ -137,7 +137,7 @@ def test_odd_members_cost_at_most_themselves(tmp_path, members, start, duration)
 def test_an_event_without_a_time_is_lost_and_counted(tmp_path, members):
     trace = read(tmp_path, one(**members))
     assert [trace.names[name] for name in trace.device_events.name] == ["before", "after"]
-    assert trace.damage == Damage(lost_events=1)
+    assert trace.damage == Damage(lost_events=1, untimed_device_events=1)
 
 
 def test_missing_members_are_missing_values(tmp_path):
@@ -161,6 +161,28 @@ def test_clamped_durations_are_counted(tmp_path):
     trace = read(tmp_path, one(dur=-877_000_000))
     assert trace.device_events.duration.tolist() == [1000, 0, 1000]
     assert trace.damage.clamped_durations == 1
+
+
+@pytest.mark.parametrize("written", ["null", "NaN", "-3", "1e999", '"long"', "N/A", None])
+def test_a_complete_event_without_a_duration_is_counted_as_one_and_not_as_repaired(tmp_path, written):
+    member = b"" if written is None else b', "dur": ' + written.encode()
+    trace = read(tmp_path, one().text().replace(b', "dur": 5', member))
+    assert trace.device_events.duration.tolist() == [1000, 0, 1000]
+    assert trace.damage == Damage(clamped_durations=1, clamped_device_durations=1)
+
+
+def test_an_op_without_a_duration_is_none_of_the_device(tmp_path):
+    builder = TraceBuilder()
+    builder.event(ph="X", cat="cpu_op", name="aten::mm", pid=1, tid=1, ts=5)
+    assert read(tmp_path, builder).damage == Damage(clamped_durations=1)
+
+
+@pytest.mark.parametrize("phase", ["i", "s", "f", "B", "e"])
+def test_only_complete_events_need_a_duration(tmp_path, phase):
+    builder = TraceBuilder()
+    builder.event(ph=phase, cat="user_annotation", name="mark", pid=1, tid=1, ts=5)
+    builder.event(ph=phase, cat="cpu_op", name="mark", pid=1, tid=1, ts=5)
+    assert read(tmp_path, builder).damage == UNDAMAGED
 
 
 def test_a_member_that_comes_twice_counts_as_its_last(tmp_path):

@@ -18,12 +18,11 @@ from mla_diag.diagnose.step_spans import Stage
 from mla_diag.diagnose.steps import busy, step_at
 from mla_diag.diagnose.thresholds import COMPLETE_SHARE, DROPPED_SHARE, REPLAY_GAP_MICROSECONDS, REPLAY_IDLE
 from mla_diag.trace.columns import MISSING, NANOS_PER_MS
-from mla_diag.trace.link import graph_launches
+from mla_diag.trace.link import graph_launches, work_launches
 from mla_diag.trace.model import DeviceEvents
 
 KIND = "dropped-events"
 
-_LAUNCH = re.compile(r"Launch(?:Cooperative)?Kernel|GraphLaunch")
 _CAPTURE = re.compile(r"(?:StreamBeginCapture|StreamEndCapture|GraphInstantiate)", re.IGNORECASE)
 
 
@@ -84,8 +83,7 @@ def find(case: StageCase) -> Iterator[Finding]:
 def _look(case: StageCase) -> tuple[list[_Loss], dict[str, Any]]:
     trace, links, steps = case.trace, case.links, case.steps
     damage, events = trace.damage, len(trace.device_events)
-    names = np.array([bool(_LAUNCH.search(name)) for name in trace.names] or [False])
-    calls = np.flatnonzero(names[trace.launches.name])
+    calls = np.flatnonzero(work_launches(trace))
     # What is launched while a graph is captured does not run then.
     capturing = any(_CAPTURE.search(trace.names[name]) for name in np.unique(trace.launches.name).tolist())
     silent = 0 if capturing else int((~np.isin(calls, links.launch)).sum())
@@ -93,7 +91,9 @@ def _look(case: StageCase) -> tuple[list[_Loss], dict[str, Any]]:
     orphans = int(orphaned.sum())
     incomplete = int((~steps.complete).sum())
     replays = _replays(case, capturing)
-    of_whole_steps = silent >= DROPPED_SHARE * len(calls) > 0 and not damage.truncated
+    missing = silent >= DROPPED_SHARE * len(calls) > 0 and not damage.truncated
+    timeless = damage.clamped_device_durations >= DROPPED_SHARE * events > 0
+    fewer = max(replays.empty, replays.short, replays.idle) > 0
     evidence = {
         "events": trace.event_count,
         "unreadable_events": damage.lost_events,
@@ -105,6 +105,7 @@ def _look(case: StageCase) -> tuple[list[_Loss], dict[str, Any]]:
         "launches": len(calls),
         "launches_without_device_event": silent,
         "device_events": events,
+        "device_events_without_duration": damage.clamped_device_durations,
         "device_events_without_launch": orphans,
         "ms_without_launch": float(trace.device_events.duration[orphaned].sum()) / NANOS_PER_MS,
         "graph_replays": replays.total,
@@ -112,9 +113,7 @@ def _look(case: StageCase) -> tuple[list[_Loss], dict[str, Any]]:
         "short_graph_replays": replays.short,
         "idle_graph_replays": replays.idle,
         "idle_share_of_worst_replay": replays.idle_most,
-        "too_low": incomplete == len(steps.spans) > 0
-        or of_whole_steps
-        or max(replays.empty, replays.short, replays.idle) > 0,
+        "too_low": incomplete == len(steps.spans) > 0 or missing or timeless or fewer,
     }
     return list(_losses(case, evidence, replays)), evidence
 
@@ -132,7 +131,7 @@ def _losses(case: StageCase, seen: dict[str, Any], replays: _Replays) -> Iterato
     elif seen["incomplete_steps"]:
         yield _Loss(
             seen["incomplete_steps"] / steps,
-            f"{seen['incomplete_steps']} of {steps} steps lack device events that their like have, and are left out",
+            f"{seen['incomplete_steps']} of {steps} steps lack device events that they launched, and are left out",
             again,
         )
     bad = seen["unreadable_events"] / max(seen["events"], 1)
@@ -144,6 +143,14 @@ def _losses(case: StageCase, seen: dict[str, Any], replays: _Replays) -> Iterato
             silent,
             f"{seen['launches_without_device_event']:,} of {seen['launches']:,} launches have no device event: "
             "device times are too low",
+            again,
+        )
+    timeless = min(seen["device_events_without_duration"] / max(seen["device_events"], 1), 1.0)
+    if timeless >= DROPPED_SHARE:
+        yield _Loss(
+            timeless,
+            f"{seen['device_events_without_duration']:,} of {seen['device_events']:,} device events have a duration "
+            "below zero, out of range or no number, and count as 0: device times are too low, and rates too high",
             again,
         )
     orphans = seen["device_events_without_launch"] / max(seen["device_events"], 1)

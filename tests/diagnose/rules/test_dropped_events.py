@@ -62,6 +62,16 @@ def test_a_step_that_lacks_what_its_like_have(tmp_path: Path):
     assert (finding.evidence["incomplete_steps"], finding.evidence["steps"]) == (1, 4)
 
 
+@pytest.mark.parametrize(("timeless", "count"), [(1, 0), (2, 1), (50, 1)])
+def test_kernels_without_a_duration(tmp_path: Path, timeless: int, count: int):
+    """Half of the copies without one halved a step and doubled the rate of its copies."""
+    builder = steps(launches, count=2)
+    for event in [event for event in builder.events if event["cat"] == "kernel"][:timeless]:
+        event["dur"] = None
+    findings = found(builder.write(tmp_path / "a.json"), KIND)
+    assert [finding.evidence["device_events_without_duration"] for finding in findings] == [timeless] * count
+
+
 def test_a_replay_with_fewer_kernels_than_the_same_replay_of_other_steps(tmp_path: Path):
     builder = TraceBuilder()
     for number, kernels in enumerate((100, 100, 60)):
