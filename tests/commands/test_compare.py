@@ -92,6 +92,23 @@ def test_lost_kernels_are_no_speed_up(run: Invoke, recordings: Path, tmp_path: P
     assert "fixed" not in result.stdout
 
 
+def test_what_is_lost_in_steps_that_do_not_count_hides_no_ratio(run: Invoke, recordings: Path, tmp_path: Path):
+    """A prefill step without its device events is left out; the decode steps beside it are whole."""
+    trace = json.loads(gzip.decompress((recordings / BOTH).read_bytes()))
+    events = trace["traceEvents"]
+    (step,) = (e for e in events if e["name"].startswith("step[EXTEND") and e["cat"] == "user_annotation")
+    inside = (e for e in events if e.get("ph") == "X" and step["ts"] <= e["ts"] < step["ts"] + step["dur"])
+    launched = {e["args"]["correlation"] for e in inside if "correlation" in e.get("args", {})}
+    device = ("kernel", "gpu_memcpy", "gpu_memset")
+    trace["traceEvents"] = [
+        e for e in events if e.get("cat") not in device or e["args"].get("correlation") not in launched
+    ]
+    (tmp_path / "lost.json").write_text(json.dumps(trace))
+    result = run("compare", tmp_path / "lost.json", recordings / NATIVE)
+    assert "dropped-events before: 1,424 of 1,522 launches have no device event" in result.stdout
+    assert "10.4 times as fast" in result.stdout
+
+
 def test_a_stage_that_is_gone_is_no_pass(run: Invoke, recordings: Path):
     result = run("compare", recordings / BOTH, recordings / NATIVE, "--fail-on-slower", "5%")
     assert result.returncode == 3

@@ -11,14 +11,15 @@ from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
 from mla_diag.diagnose.case import StageCase, severity
 from mla_diag.diagnose.diagnosis import Finding
 from mla_diag.diagnose.step_spans import Stage
 from mla_diag.diagnose.steps import busy, step_at
 from mla_diag.diagnose.thresholds import COMPLETE_SHARE, DROPPED_SHARE, REPLAY_GAP_MICROSECONDS, REPLAY_IDLE
-from mla_diag.trace.columns import MISSING, NANOS_PER_MS
-from mla_diag.trace.link import graph_launches, work_launches
+from mla_diag.trace.columns import MISSING, NANOS_PER_MS, Ints
+from mla_diag.trace.link import captured_launches, graph_launches, work_launches
 from mla_diag.trace.model import DeviceEvents
 
 KIND = "dropped-events"
@@ -91,9 +92,6 @@ def _look(case: StageCase) -> tuple[list[_Loss], dict[str, Any]]:
     orphans = int(orphaned.sum())
     incomplete = int((~steps.complete).sum())
     replays = _replays(case, capturing)
-    missing = silent >= DROPPED_SHARE * len(calls) > 0 and not damage.truncated
-    timeless = damage.clamped_device_durations >= DROPPED_SHARE * events > 0
-    fewer = max(replays.empty, replays.short, replays.idle) > 0
     evidence = {
         "events": trace.event_count,
         "unreadable_events": damage.lost_events,
@@ -113,9 +111,32 @@ def _look(case: StageCase) -> tuple[list[_Loss], dict[str, Any]]:
         "short_graph_replays": replays.short,
         "idle_graph_replays": replays.idle,
         "idle_share_of_worst_replay": replays.idle_most,
-        "too_low": incomplete == len(steps.spans) > 0 or missing or timeless or fewer,
+        "too_low": _too_low(case, capturing),
     }
     return list(_losses(case, evidence, replays)), evidence
+
+
+def _too_low(case: StageCase, capturing: bool) -> bool:
+    """Whether the steps that count hold less than ran in them; what is missing elsewhere makes no figure wrong."""
+    trace, links, steps = case.trace, case.links, case.steps
+    if not steps.whole.any():
+        return True
+    calls = np.flatnonzero(work_launches(trace) & ~captured_launches(trace))
+    calls = calls[_in_counted(case, calls)]
+    silent = int((~np.isin(calls, links.launch)).sum())
+    replays = _replays(case, capturing, counted_alone=True)
+    return bool(
+        silent >= DROPPED_SHARE * len(calls) > 0
+        or trace.damage.clamped_device_durations >= DROPPED_SHARE * len(trace.device_events) > 0
+        or max(replays.empty, replays.short, replays.idle) > 0
+    )
+
+
+def _in_counted(case: StageCase, rows: Ints) -> NDArray[np.bool_]:
+    """Whether each of some launches was made in a step that counts."""
+    launches = case.trace.launches.take(rows)
+    step = step_at(case.steps.spans, launches.thread, launches.start)
+    return np.asarray((step != MISSING) & case.steps.counted[step])
 
 
 def _losses(case: StageCase, seen: dict[str, Any], replays: _Replays) -> Iterator[_Loss]:
@@ -171,9 +192,10 @@ def _losses(case: StageCase, seen: dict[str, Any], replays: _Replays) -> Iterato
         )
 
 
-def _replays(case: StageCase, capturing: bool) -> _Replays:
+def _replays(case: StageCase, capturing: bool, *, counted_alone: bool = False) -> _Replays:
     trace, links, spans = case.trace, case.links, case.steps.spans
     rows = np.flatnonzero(graph_launches(trace))
+    rows = rows[_in_counted(case, rows)] if counted_alone else rows
     rows = rows[np.argsort(trace.launches.start[rows], kind="stable")]
     step = step_at(spans, trace.launches.thread[rows], trace.launches.start[rows])
     order = np.argsort(links.launch, kind="stable")
