@@ -14,14 +14,22 @@ from enum import Enum
 import msgspec
 
 from mla_diag.diagnose.attention import is_attention
-from mla_diag.diagnose.diagnosis import SCHEMA_VERSION, Diagnosis, Finding, Op, Source, StageReport, Tool
+from mla_diag.diagnose.diagnosis import (
+    SCHEMA_VERSION,
+    Diagnosis,
+    Finding,
+    Op,
+    Source,
+    StageReport,
+    Tool,
+    what_a_step_takes,
+)
 from mla_diag.diagnose.kernel_names import short_kernel_name
 from mla_diag.diagnose.rules import dropped_events
 from mla_diag.diagnose.step_spans import Stage
 
 # A change under this part of the shorter step is not told from noise: an op of two recordings of one server differs so.
 SAME = 0.002
-OVERLAP = 0.05  # of a side's device time: less is not worth another measure
 
 
 class Change(str, Enum):
@@ -160,12 +168,7 @@ def _compare_stage(
     *,
     too_low: bool,
 ) -> StageChange:
-    ranks = (*ranks_before, *ranks_after)
-    overlap = any(side.busy_ms_per_step < (1 - OVERLAP) * side.device_ms_per_step for side in ranks)
-
-    def taken(report: StageReport) -> float:
-        return report.busy_ms_per_step if overlap else report.device_ms_per_step
-
+    taken, overlap = what_a_step_takes((*ranks_before, *ranks_after))
     before, after = max(ranks_before, key=taken), max(ranks_after, key=taken)
     told = taken(before) > 0 and taken(after) > 0 and not too_low
     kinds_before = {finding.kind for finding in findings_before if finding.stage is before.stage}

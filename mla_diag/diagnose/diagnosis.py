@@ -15,9 +15,12 @@ from mla_diag.diagnose.step_spans import Stage, StepSource
 from mla_diag.trace.rank import Coordinates
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
     import pandas as pd
 
 SCHEMA_VERSION = 1
+_OVERLAP = 0.05  # of device time: less is not worth another measure
 
 
 class Tool(msgspec.Struct, frozen=True):
@@ -173,6 +176,19 @@ class StageReport(msgspec.Struct, frozen=True):
     wall_ms_per_step: float
     between_steps_ms_per_step: float
     ops: list[Op]
+
+
+def what_a_step_takes(stages: Sequence[StageReport]) -> tuple[Callable[[StageReport], float], bool]:
+    """The measure by which steps of a stage are slower or faster, on whatever rank or side.
+
+    That is device time; where kernels overlap on any of them by more than 5 % of their time, it is busy time, because
+    kernels that are launched early hold what they wait, and those on several streams run side by side.
+
+    Returns:
+        What gives a report's milliseconds a step, and whether it is busy time.
+    """
+    overlap = any(stage.busy_ms_per_step < (1 - _OVERLAP) * stage.device_ms_per_step for stage in stages)
+    return (lambda stage: stage.busy_ms_per_step if overlap else stage.device_ms_per_step), overlap
 
 
 class TraceReport(msgspec.Struct, frozen=True):

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from rich.console import Console
 from rich.text import Text
 
-from mla_diag.diagnose.diagnosis import Cause, Diagnosis, Finding, StageReport, TraceReport
+from mla_diag.diagnose.diagnosis import Cause, Diagnosis, Finding, StageReport, TraceReport, what_a_step_takes
 from mla_diag.diagnose.step_spans import Stage
 from mla_diag.diagnose.words import count
 from mla_diag.report.ops_table import ops_table
@@ -74,7 +74,8 @@ def _run(diagnosis: Diagnosis, console: Console, top: int) -> Iterator[Text]:
         yield from (Text(), *_finding(finding, console, ranks))
     for kind in dict.fromkeys(stage.stage for stage in diagnosis.stages):
         stages = [stage for stage in diagnosis.stages if stage.stage is kind]
-        slowest = max(stages, key=lambda stage: stage.device_ms_per_step)
+        taken, _ = what_a_step_takes(stages)
+        slowest = max(stages, key=taken)
         yield from (Text(), *_stage_header(slowest))
         if len(stages) > 1:
             name = diagnosis.traces[slowest.trace].rank_name

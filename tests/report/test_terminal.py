@@ -12,7 +12,7 @@ from rich.console import Console
 import mla_diag
 from mla_diag.diagnose.diagnosis import Diagnosis
 from mla_diag.report.terminal import print_report
-from tests.trace_builder import TraceBuilder
+from tests.trace_builder import KernelRun, TraceBuilder
 
 
 @pytest.fixture(scope="module")
@@ -78,6 +78,18 @@ def test_ranks_of_a_run_are_compared_and_the_slowest_shown(tmp_path: Path):
     assert ["0", "2", "0.300", "0.300", "1.000"] in table
     assert ["1", "2", "0.500", "0.500", "1.000"] in table
     assert sum("aten::mm" in line for line in lines) == 1
+    assert any(line.startswith("above and below: rank 1, the slowest") for line in lines)
+
+
+def test_the_slowest_of_ranks_whose_kernels_overlap_is_busy_for_longest(tmp_path: Path):
+    """Rank 0 has more device time, of two streams at once; rank 1 is done later."""
+    for rank, (first, second) in enumerate([(300, 300), (500, 50)]):
+        builder = TraceBuilder(rank=rank)
+        builder.span("step[DECODE bs=1]", 0, 900)
+        builder.dispatch("aten::mm", 10, [("gemm", 20, first)])
+        builder.dispatch("aten::mm", 12, [KernelRun("gemm", 22, second, stream=8)])
+        builder.write(tmp_path / f"17-{rank}.trace.json.gz")
+    lines = printed(mla_diag.explain(tmp_path), None)
     assert any(line.startswith("above and below: rank 1, the slowest") for line in lines)
 
 
