@@ -430,9 +430,10 @@ def _check_addressing(
 def _check_sizes(
     batch: int, kv_indptr: torch.Tensor | None, kv_lens: torch.Tensor | None, qo_indptr: torch.Tensor | None
 ) -> None:
-    named = (("kv_indptr", kv_indptr, batch + 1), ("kv_lens", kv_lens, batch), ("qo_indptr", qo_indptr, batch + 1))
-    for name, tensor, size in named:
-        _require(tensor is None or tensor.numel() == size, "{} must have {} elements", name, size)
+    """Lengths may be of a buffer that has room for more requests; where query tokens begin says how many there are."""
+    for name, tensor, size in (("kv_indptr", kv_indptr, batch + 1), ("kv_lens", kv_lens, batch)):
+        _require(tensor is None or tensor.numel() >= size, "{} must have {} elements", name, size)
+    _require(qo_indptr is None or qo_indptr.numel() == batch + 1, "qo_indptr must have {} elements", batch + 1)
 
 
 def _check_int32(device: torch.device, **tensors: torch.Tensor | None) -> None:

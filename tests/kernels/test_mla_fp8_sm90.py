@@ -144,7 +144,7 @@ def pages_apart(gap: int) -> torch.Tensor:
         ({"kv_indptr": None, "kv_indices": None, "page_table": int32(2, 4)}, "kv_lens is needed"),
         ({"kv_indptr": torch.tensor([0, 2, 5])}, "kv_indptr must be"),
         ({"page_size": 64}, "kv_lens is needed"),
-        ({"page_size": 64, "kv_lens": int32(3)}, "kv_lens must have 2 elements"),
+        ({"page_size": 64, "kv_lens": int32(1)}, "kv_lens must have 2 elements"),
         ({"kv_lens": int32(2).to("meta")}, "kv_lens is on meta, not on cpu"),
         ({"page_size": 0}, "page_size"),
         ({"qo_indptr": int32(2)}, "qo_indptr must have 3"),
@@ -182,7 +182,7 @@ def test_a_schedule_without_kv_indptr_serves_page_tables_alone() -> None:
         ({"kv_lens": int32(2), "tokens": 5}, "go together"),
         ({"kv_lens": int32(2), "qo_indptr": int32(3)}, "go together"),
         ({"kv_lens": torch.zeros(2, dtype=torch.int64)}, "kv_lens must be contiguous int32"),
-        ({"kv_lens": int32(2), "kv_indptr": int32(4)}, "kv_indptr must have 3 elements"),
+        ({"kv_lens": int32(2), "kv_indptr": int32(2)}, "kv_indptr must have 3 elements"),
         ({"kv_lens": int32(2), "qo_indptr": int32(2), "tokens": 4}, "qo_indptr must have 3 elements"),
     ],
 )
