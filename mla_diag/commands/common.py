@@ -87,9 +87,9 @@ def check_output(output: Path | None) -> None:
         raise UsageError(f"{output}: may not be written; write elsewhere")
 
 
-def plain_console(file: IO[str] | None = None) -> Console:
+def plain_console(file: IO[str] | None = None, *, stderr: bool = False) -> Console:
     """A console that prints text as it is: paths and names may hold what rich takes for markup or an emoji."""
-    return Console(file=file, highlight=False, markup=False, emoji=False)
+    return Console(file=file, stderr=stderr, highlight=False, markup=False, emoji=False)
 
 
 @contextmanager
@@ -112,7 +112,7 @@ def destination(output: Path | None) -> Iterator[Console]:
 @contextmanager
 def reading_progress(files: Sequence[TraceFile]) -> Iterator[Report | None]:
     """A bar on the terminal's error stream while large traces are read, and gone before the report."""
-    console = Console(stderr=True)
+    console = plain_console(stderr=True)
     # What is on another host is fetched first, and its size is not known before.
     local = [file for file in files if isinstance(file, Path)]
     size = sum(file.stat().st_size for file in local if file.is_file())

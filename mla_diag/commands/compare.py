@@ -9,7 +9,7 @@ from mla_diag.commands.common import Format, check_output, destination, reading_
 from mla_diag.diagnose.compare import Comparison, compare
 from mla_diag.diagnose.diagnosis import Diagnosis
 from mla_diag.diagnose.explain import explain, find_traces
-from mla_diag.diagnose.saved_report import read_report, report_version
+from mla_diag.diagnose.saved_report import read_report
 from mla_diag.diagnose.step_spans import Stage
 from mla_diag.errors import SlowerError, UnreadableInputError, UsageError
 from mla_diag.report.comparison import print_comparison
@@ -65,8 +65,9 @@ def _judge(comparison: Comparison, limit: float, option: str) -> None:
 def _diagnosis(given: str | Path) -> Diagnosis:
     """A report that `explain --format json` wrote, or what it would say of traces."""
     path = trace_file(given)
-    if isinstance(path, Path) and path.is_file() and report_version(path) is not None:
-        return read_report(path)
+    report = read_report(path) if isinstance(path, Path) and path.is_file() else None
+    if report is not None:
+        return report
     files = find_traces([path])
     with reading_progress(files) as progress:
         diagnosis = explain(files, progress=progress)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import sys
 import time
 
-from rich.console import Console
+from rich.text import Text
+
+from mla_diag.commands.common import plain_console
 
 _SAY_EVERY = 30.0  # seconds, where there is no terminal to keep one line up to date
 
@@ -14,7 +16,7 @@ class Progress:
     """One line on standard error: kept up to date on a terminal, now and then repeated elsewhere."""
 
     def __init__(self) -> None:
-        self._console = Console(stderr=True)
+        self._console = plain_console(stderr=True)
         self._status = self._console.status("starting") if self._console.is_terminal else None
         self._said = time.monotonic()
 
@@ -34,11 +36,11 @@ class Progress:
     def say(self, what: str) -> None:
         """Show what is being waited for."""
         if self._status is not None:
-            self._status.update(what)
+            self._status.update(Text(what))  # a string would be read as markup
         elif time.monotonic() - self._said >= _SAY_EVERY:
             self._said = time.monotonic()
             print(f"mla-diag: {what}", file=sys.stderr, flush=True)
 
     def note(self, what: str) -> None:
         """Say something that stays."""
-        self._console.print(f"mla-diag: {what}", markup=False, highlight=False, soft_wrap=True)
+        self._console.print(f"mla-diag: {what}", soft_wrap=True)

@@ -44,12 +44,11 @@ def measure_strategies(
     console.print(
         f"\nmeasuring {', '.join(strategies)} with {python}; FlashInfer may compile kernels first",
         soft_wrap=True,
-        markup=False,
     )
     try:
         card, found = measure(strategies, python, search)
     except NotMeasuredError as error:
-        console.print(f"not measured: {error}", soft_wrap=True, markup=False)
+        console.print(f"not measured: {error}", soft_wrap=True)
         return None
     _print(card, found, console)
     _refuse(chosen, found)
@@ -68,7 +67,7 @@ def _print(card: Card, found: list[Measured], console: Console) -> None:
     for each in found:
         if each.verdict is not Verdict.RIGHT:
             what = "fails" if each.verdict is Verdict.FAILED else "not measured"
-            console.print(f"{each.strategy}: {what}: {each.why}", soft_wrap=True, markup=False)
+            console.print(f"{each.strategy}: {what}: {each.why}", soft_wrap=True)
     if card.note:
         console.print(
             f"kernel: the Triton kernel in place of Hopper's own, which is faster: {card.note}", soft_wrap=True

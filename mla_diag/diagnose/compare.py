@@ -128,16 +128,16 @@ class Comparison(msgspec.Struct, frozen=True):
 
 def compare(before: Diagnosis, after: Diagnosis) -> Comparison:
     """Compare two diagnoses stage by stage."""
-    by_stage = [_by_stage(diagnosis) for diagnosis in (before, after)]
+    old, new = _by_stage(before), _by_stage(after)
     too_low = any(finding.evidence.get("too_low") for finding in (*_dropped(before), *_dropped(after)))
     return Comparison(
         stages=[
-            _compare_stage(by_stage[0][stage], by_stage[1][stage], before.findings, after.findings, too_low=too_low)
+            _compare_stage(old[stage], new[stage], before.findings, after.findings, too_low=too_low)
             for stage in Stage
-            if stage in by_stage[0] and stage in by_stage[1]
+            if stage in old and stage in new
         ],
-        only_before=[stage for stage in by_stage[0] if stage not in by_stage[1]],
-        only_after=[stage for stage in by_stage[1] if stage not in by_stage[0]],
+        only_before=[stage for stage in old if stage not in new],
+        only_after=[stage for stage in new if stage not in old],
         doubts=[*_doubts("before", before), *_doubts("after", after)],
     )
 

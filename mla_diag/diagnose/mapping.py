@@ -20,7 +20,7 @@ from mla_diag.diagnose.steps import find_steps
 from mla_diag.diagnose.traffic import Tensor, tensors
 from mla_diag.errors import UnreadableInputError
 from mla_diag.trace.columns import MISSING, Ids, Ints, rows_by
-from mla_diag.trace.link import Links, Source, enclosing, graph_launches, innermost_sources, link, work_launches
+from mla_diag.trace.link import Links, Source, enclosing, innermost_sources, kernel_launches, link
 from mla_diag.trace.model import Trace
 from mla_diag.trace.remote import TraceFile
 
@@ -196,7 +196,7 @@ def _launched(trace: Trace, links: Links, events: Ints) -> list[_Launched]:
 
 def _captured(trace: Trace, links: Links) -> list[_Launched]:
     """The launches of a capture in order: those that led to no device event."""
-    calls = np.flatnonzero(work_launches(trace) & ~graph_launches(trace))
+    calls = np.flatnonzero(kernel_launches(trace))
     calls = calls[~np.isin(calls, links.launch)]
     calls = calls[np.argsort(trace.launches.start[calls], kind="stable")]
     op = enclosing(trace.ops, trace.launches.thread[calls], trace.launches.start[calls])

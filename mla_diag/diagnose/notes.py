@@ -14,7 +14,7 @@ from mla_diag.diagnose.step_spans import Stage, StepSource
 from mla_diag.diagnose.steps import Steps
 from mla_diag.diagnose.words import count
 from mla_diag.trace.columns import MISSING, NANOS_PER_MS, rows_by
-from mla_diag.trace.link import Links, graph_launches, work_launches
+from mla_diag.trace.link import Links, kernel_launches
 from mla_diag.trace.model import Damage, Trace
 
 # Below this share of the device time what kernels wait for each other on the device makes no row misleading.
@@ -87,7 +87,7 @@ def _passed(trace: Trace, event: int) -> int:
 
 def _missing_device(trace: Trace, links: Links) -> Iterator[str]:
     events = len(trace.device_events)
-    calls = int((work_launches(trace) & ~graph_launches(trace)).sum())
+    calls = int(kernel_launches(trace).sum())
     if trace.damage.truncated and not events:
         yield "no device event comes before the cut, so nothing can be said of device time"
     elif calls > 10 * events:

@@ -26,13 +26,15 @@ def report_version(path: Path) -> int | None:
     return None if head is None else int(head[1])
 
 
-def read_report(path: Path) -> Diagnosis:
-    """Read a report.
+def read_report(path: Path) -> Diagnosis | None:
+    """Read a report; None for a file that is none.
 
     Raises:
         UnreadableInputError: It is of another schema version, or not what `explain` writes.
     """
     version = report_version(path)
+    if version is None:
+        return None
     if version != SCHEMA_VERSION:
         raise UnreadableInputError(
             f"{path}: a report of schema version {version}, and this mla-diag reads {SCHEMA_VERSION}; "

@@ -21,7 +21,7 @@ _INDENT = 12
 def print_exposure(exposure: Exposure, console: Console) -> None:
     """Print all of it."""
     for line in _lines(visible(exposure)):
-        console.print(line, markup=False, soft_wrap=True)
+        console.print(line, soft_wrap=True)
 
 
 def _lines(exposure: Exposure) -> Iterator[str]:

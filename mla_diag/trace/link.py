@@ -22,8 +22,7 @@ from mla_diag.trace.model import Table, Trace
 SERVING_PACKAGES = ("sglang", "vllm")
 
 _GRAPH_LAUNCH = re.compile(r"GraphLaunch", re.IGNORECASE)
-# Calls that always lead to work on the device. Copies and fills do not: one of no bytes runs nothing.
-_RUNS_SOMETHING = re.compile(r"Launch(?:Cooperative)?Kernel|GraphLaunch", re.IGNORECASE)
+_KERNEL_LAUNCH = re.compile(r"Launch(?:Cooperative)?Kernel", re.IGNORECASE)
 _CAPTURE_BEGINS = re.compile(r"StreamBeginCapture", re.IGNORECASE)
 _CAPTURE_ENDS = re.compile(r"StreamEndCapture", re.IGNORECASE)
 
@@ -98,9 +97,17 @@ def graph_launches(trace: Trace) -> NDArray[np.bool_]:
     return _calls(trace, _GRAPH_LAUNCH)
 
 
+def kernel_launches(trace: Trace) -> NDArray[np.bool_]:
+    """Whether each of a trace's launches launches a kernel by itself."""
+    return _calls(trace, _KERNEL_LAUNCH)
+
+
 def work_launches(trace: Trace) -> NDArray[np.bool_]:
-    """Whether each of a trace's launches launches a kernel or a graph."""
-    return _calls(trace, _RUNS_SOMETHING)
+    """Whether each of a trace's launches always leads to work on the device, as launches of kernels and graphs do.
+
+    Copies and fills do not: one of no bytes runs nothing.
+    """
+    return kernel_launches(trace) | graph_launches(trace)
 
 
 def captured_launches(trace: Trace) -> NDArray[np.bool_]:

@@ -15,7 +15,7 @@ import pytest
 from rich.console import Console
 
 from mla_diag.commands import fix
-from mla_diag.commands.common import Format
+from mla_diag.commands.common import Format, plain_console
 from mla_diag.commands.strategies import parse_strategy
 from mla_diag.errors import MlaDiagError, UnknownCodeError, UsageError
 from mla_diag.fix.locate import Installation, find_installation
@@ -35,7 +35,9 @@ def _no_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def run(installation: Installation, **options: object) -> str:
     text = io.StringIO()
-    fix.run(sglang=installation.root, console=Console(file=text, width=200), **options)  # type: ignore[arg-type]
+    console = plain_console(text)
+    console.width = 200
+    fix.run(sglang=installation.root, console=console, **options)  # type: ignore[arg-type]
     return text.getvalue()
 
 

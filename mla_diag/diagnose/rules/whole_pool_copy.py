@@ -68,11 +68,12 @@ def find(case: StageCase) -> Iterator[Finding]:
 def _by_shape(case: StageCase) -> Iterator[_Copy]:
     """Rows whose op was given a pool and copies half of its rows or more."""
     for row in case.ranked:
-        pool = next((pool for pool in case.pools if _held(row.op, pool)), None)
+        of_pools = ((pool, _held(row.op, pool)) for pool in case.pools)
+        pool, held = next((pair for pair in of_pools if pair[1]), (None, []))
         if pool is None:
             continue
-        width = _width(row.op, pool)
-        copied = _copied_elements(row.op, pool)
+        width = _width(row.op, pool, held)
+        copied = _copied_elements(row.op, pool, held)
         if copied is None or copied < WHOLE_POOL * pool.rows * width:
             continue
         cause = cause_of(row.op)
@@ -88,9 +89,9 @@ def _held(op: Op, pool: Pool) -> list[tuple[int, int]]:
     return [(place, width) for place, width in widths if width is not None]
 
 
-def _width(op: Op, pool: Pool) -> int:
+def _width(op: Op, pool: Pool, held: list[tuple[int, int]]) -> int:
     """The elements of each row of the pool that an op was given: of two tensors they are the same, except to join."""
-    widths = [width for _, width in _held(op, pool)]
+    widths = [width for _, width in held]
     return min(sum(widths), pool.width) if _name(op) == "cat" else max(widths)
 
 
@@ -98,11 +99,11 @@ def _name(op: Op) -> str:
     return (op.op or "").rpartition("::")[2]
 
 
-def _copied_elements(op: Op, pool: Pool) -> int | None:
+def _copied_elements(op: Op, pool: Pool, held_at: list[tuple[int, int]]) -> int | None:
     """Elements of the pool that a call of the op copies, or None if it copies none of it."""
     name = _name(op)
     shapes = op.shapes or []
-    held = [shapes[place] for place, _ in _held(op, pool)]
+    held = [shapes[place] for place, _ in held_at]
     if name == "cat":
         return sum(map(math.prod, held))
     if name in _WHOLE:
