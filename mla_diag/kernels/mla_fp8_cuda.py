@@ -189,6 +189,16 @@ class _Config(ctypes.Structure):
     )
 
 
+_Arguments = ctypes.c_void_p * 1
+
+
+@functools.lru_cache
+def _config(grid: tuple[int, int, int], threads: int, shared_bytes: int, stream: int, overlap: bool) -> _Config:
+    """Where and how a kernel is launched. Threads share it, so it is not to be changed."""
+    attribute = _Attribute(id=_PROGRAMMATIC_STREAM_SERIALIZATION, value=1)
+    return _Config(grid, (threads, 1, 1), shared_bytes, stream, ctypes.pointer(attribute), int(overlap))
+
+
 class Module:
     """A cubin loaded into the current CUDA context.
 
@@ -236,9 +246,7 @@ class Kernel:
         Raises:
             CudaError: the driver refuses the launch.
         """
-        attribute = _Attribute(id=_PROGRAMMATIC_STREAM_SERIALIZATION, value=1)
-        config = _Config(grid, (threads, 1, 1), self._shared_bytes, stream, ctypes.pointer(attribute), int(overlap))
-        arguments = (ctypes.c_void_p * 1)(ctypes.addressof(params))
-        driver = self._module._driver
-        status = driver.cuLaunchKernelEx(ctypes.byref(config), self._function, arguments, None)
+        config = _config(grid, threads, self._shared_bytes, stream, overlap)
+        arguments = _Arguments(ctypes.addressof(params))
+        status = self._module._driver.cuLaunchKernelEx(ctypes.byref(config), self._function, arguments, None)
         self._module._check(status, self._name)
