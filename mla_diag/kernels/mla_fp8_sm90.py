@@ -26,6 +26,7 @@ _THREADS = 384  # of a block of the attention kernel
 _SPAN_BYTES = 48  # of the kernel's `Span`
 _TOKENS, _ROW_STRIDE = 64, WIDTH + 32  # pool rows of a tile, and bytes from one to the next in shared memory
 _DTYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
+_QUERY_DTYPES, _POOL_DTYPES = (torch.bfloat16, torch.float16), (torch.float8_e4m3fn, torch.uint8)
 
 
 @dataclass(frozen=True)
@@ -153,27 +154,26 @@ def mla_sm90_schedule(
         CudaError: the kernel cannot be built or launched here.
     """
     lengths = kv_lens if kv_lens is not None else kv_indptr
-    _require(lengths is not None, "a schedule needs kv_lens or kv_indptr")
-    assert lengths is not None
-    _require((qo_indptr is None) == (tokens is None), "qo_indptr and tokens go together")
-    batch = lengths.numel() - (kv_lens is None)
-    _check_int32(lengths.device, kv_indptr=kv_indptr, kv_lens=kv_lens, qo_indptr=qo_indptr)
-    _check_sizes(batch, kv_indptr, kv_lens, qo_indptr)
+    if lengths is None:
+        raise ValueError("a schedule needs kv_lens or kv_indptr")
+    if (qo_indptr is None) != (tokens is None):
+        raise ValueError("qo_indptr and tokens go together")
+    batch, device = lengths.numel() - (kv_lens is None), lengths.device
+    params = _Params(
+        kv_indptr=_numbers("kv_indptr", kv_indptr, device, batch + 1),
+        kv_lens=_numbers("kv_lens", kv_lens, device, batch),
+        qo_indptr=_query_starts(qo_indptr, device, batch),
+        causal=qo_indptr is not None,
+    )
     work = (batch if tokens is None else tokens, heads, batch)
     tile = choose_tile(*work) if tile is None else tile
-    schedule = _room_for_schedule(tile, work, lengths.device, csr=kv_indptr is not None)
+    schedule = _room_for_schedule(tile, work, device, csr=kv_indptr is not None)
     if min(work) > 0:
-        kernels = _kernels(tile, _index(lengths.device))
-        params = _Params(
-            kv_indptr=_address(kv_indptr),
-            kv_lens=_address(kv_lens),
-            qo_indptr=_address(qo_indptr),
-            causal=qo_indptr is not None,
-            **_describe(schedule, kernels.blocks),
-        )
-        with torch.cuda.device(lengths.device):
-            stream = torch.cuda.current_stream().cuda_stream
-            kernels.plan.launch((kernels.blocks, 1, 1), _THREADS, stream, params)
+        index = _index(device)
+        kernels = _kernels(tile, index)
+        _set_schedule(params, schedule, kernels.blocks)
+        with torch.cuda.device(index):
+            kernels.plan.launch((kernels.blocks, 1, 1), _THREADS, _stream(index), params)
     return schedule
 
 
@@ -236,75 +236,41 @@ def mla_fp8_sm90(
         ValueError: shapes, dtypes, strides or the combination of arguments do not fit.
         CudaError: the kernel cannot be built or launched here.
     """
-    nope, rope = _split_query(query, query_rope)
-    tokens, heads, _ = nope.shape
-    pages = kv_indices if page_table is None else page_table
-    device = nope.device
-    _check_addressing(kv_indptr, kv_indices, page_table, kv_lens, page_size=page_size)
-    _check_int32(device, kv_indptr=kv_indptr, kv_indices=kv_indices, kv_lens=kv_lens, qo_indptr=qo_indptr)
-    assert pages is not None
-    batch = page_table.shape[0] if page_table is not None else kv_indptr.numel() - 1  # type: ignore[union-attr]
-    _require(qo_indptr is not None or tokens == batch, "qo_indptr is needed: {} tokens for {} requests", tokens, batch)
-    _check_sizes(batch, None, kv_lens, qo_indptr)
-    _require(sm_scale > 0, "sm_scale must be positive, not {}", sm_scale)
-    out = torch.empty(tokens, heads, LATENT, dtype=nope.dtype, device=device) if out is None else out
-    lse = torch.empty(tokens, heads, dtype=torch.float32, device=device) if lse is None else lse
-    fits = out.shape == (tokens, heads, LATENT) and out.is_contiguous() and out.data_ptr() % 16 == 0
-    _require(fits, "out must be contiguous [T, H, 512], aligned to 16 bytes")
-    _require(out.dtype in _DTYPES, "out must be BF16, FP16 or float32, not {}", out.dtype)
-    _require(lse.shape == (tokens, heads) and lse.is_contiguous(), "lse must be contiguous [T, H]")
-    _require(lse.dtype == torch.float32, "lse must be float32, not {}", lse.dtype)
-    pool_row = _row_stride(pool)
+    device, params = query.device, _Params()
+    tokens, heads = _set_query(params, query, query_rope)
+    lens = kv_lens is not None
+    batch = _set_pages(params, device, kv_indptr, kv_indices, page_table, lens=lens, page_size=page_size)
+    if qo_indptr is None and tokens != batch:
+        raise ValueError(f"qo_indptr is needed: {tokens} tokens for {batch} requests")
+    params.kv_lens = _numbers("kv_lens", kv_lens, device, batch)
+    params.qo_indptr = _query_starts(qo_indptr, device, batch)
+    params.causal = causal and qo_indptr is not None
+    if not sm_scale > 0:
+        raise ValueError(f"sm_scale must be positive, not {sm_scale}")
+    params.score_scale, params.value_scale = sm_scale * kv_scale, kv_scale
+    out, lse = _set_results(params, (tokens, heads), query, out, lse)
+    params.lse_scale = 0.6931471805599453 if natural_lse else 1.0
+    _set_pool(params, pool)
     if tokens == 0 or batch == 0:
         return out.zero_(), lse.fill_(-torch.inf)
     work = (tokens, heads, batch)
-    planned = schedule is not None
     if schedule is None:
         schedule = _room_for_schedule(choose_tile(*work) if tile is None else tile, work, device, csr=True)
-    _require(schedule.work == work, "the schedule is for (tokens, heads, requests) {}, not {}", schedule.work, work)
-    _require(schedule.csr or page_table is not None, "the schedule was made without kv_indptr")
-    _require(schedule.plan.device == device, "the schedule is on {}, the query on {}", schedule.plan.device, device)
-    tile = schedule.tile
-    kernels = _kernels(tile, _index(device))
+    else:
+        _check_schedule(schedule, work, device, csr=page_table is None)
+        params.planned = True
+    index = query.get_device()
+    kernels = _kernels(schedule.tile, index)
     blocks = kernels.blocks
-    rows = _partial_rows(tile.rows, blocks)
-    size = rows * (LATENT * 2 + 4)
-    workspace = torch.empty(size, dtype=torch.uint8, device=device) if workspace is None else workspace
-    _require(workspace.nbytes >= size and workspace.data_ptr() % 16 == 0, "workspace must have {} aligned bytes", size)
-    params = _Params(
-        q_nope=nope.data_ptr(),
-        q_rope=rope.data_ptr(),
-        pool=pool.data_ptr(),
-        out=out.data_ptr(),
-        lse=lse.data_ptr(),
-        partial=workspace.data_ptr(),
-        partial_lse=workspace.data_ptr() + rows * LATENT * 2,
-        qo_indptr=_address(qo_indptr),
-        kv_indptr=None if page_table is not None else _address(kv_indptr),
-        kv_lens=_address(kv_lens),
-        pages=pages.data_ptr(),
-        q_nope_token=nope.stride(0),
-        q_nope_head=nope.stride(1),
-        q_rope_token=rope.stride(0),
-        q_rope_head=rope.stride(1),
-        pool_row=pool_row,
-        pages_row=0 if page_table is None else page_table.stride(0),
-        page_size=page_size,
-        causal=causal and qo_indptr is not None,
-        q_type=_DTYPES[nope.dtype],
-        out_type=_DTYPES[out.dtype],
-        planned=planned,
-        score_scale=sm_scale * kv_scale,
-        value_scale=kv_scale,
-        lse_scale=0.6931471805599453 if natural_lse else 1.0,
-        **_describe(schedule, blocks),
-    )
-    # Few rows are cut into up to 8 parts of their 512 latents, to keep the device busy.
-    slices = next((n for n in (1, 2, 4) if tokens * heads * n >= 2 * blocks), 8)
-    with torch.cuda.device(device):
-        stream = torch.cuda.current_stream().cuda_stream
+    _set_schedule(params, schedule, blocks)
+    workspace = _set_workspace(params, device, workspace, _partial_rows(schedule.tile.rows, blocks))
+    rows, slices = tokens * heads, 1
+    while rows * slices < 2 * blocks and slices < 8:  # few rows are cut by their latents, to keep the device busy
+        slices *= 2
+    with torch.cuda.device(index):
+        stream = _stream(index)
         kernels.attention.launch((blocks, 1, 1), _THREADS, stream, params, overlap=True)
-        joined = min(tokens * heads, 16 * blocks)  # as many blocks as run at once: each can take several rows
+        joined = min(rows, 16 * blocks)  # as many blocks as run at once: each can take several rows
         kernels.combine.launch((joined, slices, 1), 128 if slices == 1 else 256, stream, params, overlap=True)
     return out, lse
 
@@ -355,14 +321,10 @@ def _room_for_schedule(tile: Tile, work: tuple[int, int, int], device: torch.dev
     return Schedule(torch.empty(numbers, dtype=torch.int32, device=device), tile, work, csr)
 
 
-def _describe(schedule: Schedule, blocks: int) -> dict[str, int]:
-    """The kernel's parameters that tell of a schedule: `_Params` by name."""
-    tokens, heads, batch = schedule.work
-    block_items = _block_items(schedule.tile, schedule.work, blocks)
-    spans = schedule.plan.data_ptr()
-    items = spans + blocks * _SPAN_BYTES
-    sizes = {"tokens": tokens, "heads": heads, "batch": batch, "blocks": blocks, "block_items": block_items}
-    return {"spans": spans, "items": items, "first": items + blocks * block_items * 8} | sizes
+def _stream(device: int) -> int:
+    """The current stream there, asked for as Triton does, without a `torch.cuda.Stream` around it."""
+    stream: int = torch._C._cuda_getCurrentRawStream(device)
+    return stream
 
 
 def _index(device: torch.device | int | None) -> int:
@@ -370,74 +332,154 @@ def _index(device: torch.device | int | None) -> int:
     return int(torch.cuda.current_device() if index is None else index)
 
 
-def _address(tensor: torch.Tensor | None) -> int | None:
-    return None if tensor is None else tensor.data_ptr()
+# Each of these checks a part of a call and sets the parameters that come of it. An eager prefill waits for the host in
+# every layer: so an attribute of a tensor is read once, and a complaint is put together only when there is one.
 
 
-def _require(condition: bool, complaint: str, *values: object) -> None:
-    """Raise a ValueError unless `condition`; the complaint is only put together then, as calls are many and small."""
-    if not condition:
-        raise ValueError(complaint.format(*(tuple(v) if isinstance(v, torch.Size) else v for v in values)))
-
-
-def _split_query(query: torch.Tensor, rope: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-    whole = WIDTH if rope is None else LATENT
-    _require(query.ndim == 3 and query.shape[-1] == whole, "query must be [T, H, {}], not {}", whole, query.shape)
-    _require(query.dtype in (torch.bfloat16, torch.float16), "query must be BF16 or FP16, not {}", query.dtype)
+def _set_query(params: _Params, query: torch.Tensor, rope: torch.Tensor | None) -> tuple[int, int]:
+    """Returns its tokens and heads."""
+    shape, dtype, whole = query.shape, query.dtype, WIDTH if rope is None else LATENT
+    if len(shape) != 3 or shape[2] != whole:
+        raise ValueError(f"query must be [T, H, {whole}], not {tuple(shape)}")
+    if dtype not in _QUERY_DTYPES:
+        raise ValueError(f"query must be BF16 or FP16, not {dtype}")
     if rope is None:
         query, rope = query[..., :LATENT], query[..., LATENT:]
-    _require(rope.shape == (*query.shape[:2], ROPE), "query_rope must be [T, H, 64], not {}", rope.shape)
-    _require(rope.dtype == query.dtype, "query_rope must be {} like query, not {}", query.dtype, rope.dtype)
-    for name, part in (("query", query), ("query_rope", rope)):
-        aligned = part.data_ptr() % 16 == 0 and part.stride(0) % 8 == 0 and part.stride(1) % 8 == 0
-        _require(part.stride(2) == 1 and aligned, "{}'s rows must be contiguous and 16-byte aligned", name)
-    return query, rope
+    tokens, heads, _ = shape
+    if rope.shape != (tokens, heads, ROPE):
+        raise ValueError(f"query_rope must be [T, H, {ROPE}], not {tuple(rope.shape)}")
+    if rope.dtype != dtype:
+        raise ValueError(f"query_rope must be {dtype} like query, not {rope.dtype}")
+    params.q_nope, params.q_nope_token, params.q_nope_head = _query_rows("query", query)
+    params.q_rope, params.q_rope_token, params.q_rope_head = _query_rows("query_rope", rope)
+    params.q_type = _DTYPES[dtype]
+    return tokens, heads
 
 
-def _row_stride(pool: torch.Tensor) -> int:
-    """Bytes from one row of the pool to the next."""
-    _require(
-        pool.dtype in (torch.float8_e4m3fn, torch.uint8), "pool must be float8_e4m3fn or uint8, not {}", pool.dtype
-    )
-    _require(pool.ndim in (2, 3, 4) and pool.shape[-1] == WIDTH, "pool must be [..., 576], not {}", pool.shape)
-    _require(pool.ndim == 2 or pool.shape[-2] == 1, "pool must have one head, not {}", pool.shape)
-    page = pool.shape[1] if pool.ndim == 4 else 1
-    stride = int(pool.stride(1) if page > 1 else pool.stride(0))
-    _require(page == 1 or pool.stride(0) == page * stride, "pool's pages must lie end to end")
-    _require(
-        pool.stride(-1) == 1 and stride % 16 == 0 and pool.data_ptr() % 16 == 0, "pool's rows must be 16-byte aligned"
-    )
-    return stride
+def _query_rows(name: str, part: torch.Tensor) -> tuple[int, int, int]:
+    """Where they begin, and how far it is from one token to the next, and from one head to the next."""
+    address, (token, head, element) = part.data_ptr(), part.stride()
+    if element != 1 or address % 16 or token % 8 or head % 8:
+        raise ValueError(f"{name}'s rows must be contiguous and 16-byte aligned")
+    return address, token, head
 
 
-def _check_addressing(
+def _set_pool(params: _Params, pool: torch.Tensor) -> None:
+    shape, strides, address = pool.shape, pool.stride(), pool.data_ptr()
+    if pool.dtype not in _POOL_DTYPES:
+        raise ValueError(f"pool must be float8_e4m3fn or uint8, not {pool.dtype}")
+    if not 2 <= len(shape) <= 4 or shape[-1] != WIDTH:
+        raise ValueError(f"pool must be [..., {WIDTH}], not {tuple(shape)}")
+    if len(shape) > 2 and shape[-2] != 1:
+        raise ValueError(f"pool must have one head, not {tuple(shape)}")
+    page = shape[1] if len(shape) == 4 else 1
+    row = strides[1 if page > 1 else 0]
+    if page > 1 and strides[0] != page * row:
+        raise ValueError("pool's pages must lie end to end")
+    if strides[-1] != 1 or row % 16 or address % 16:
+        raise ValueError("pool's rows must be 16-byte aligned")
+    params.pool, params.pool_row = address, row
+
+
+def _set_pages(
+    params: _Params,
+    device: torch.device,
     kv_indptr: torch.Tensor | None,
     kv_indices: torch.Tensor | None,
     page_table: torch.Tensor | None,
-    kv_lens: torch.Tensor | None,
     *,
+    lens: bool,
     page_size: int,
-) -> None:
+) -> int:
+    """Returns how many requests there are."""
     csr = kv_indptr is not None and kv_indices is not None
-    _require(csr != (page_table is not None), "give kv_indptr and kv_indices, or page_table")
-    _require(page_size >= 1, "page_size must be at least 1, not {}", page_size)
-    _require(kv_lens is not None or (csr and page_size == 1), "kv_lens is needed with a page table or larger pages")
-    if page_table is not None:
-        fits = page_table.dtype == torch.int32 and page_table.ndim == 2 and page_table.stride(1) == 1
-        _require(fits, "page_table must be [B, max_pages] int32, rows contiguous")
+    if csr == (page_table is not None):
+        raise ValueError("give kv_indptr and kv_indices, or page_table")
+    if page_size < 1:
+        raise ValueError(f"page_size must be at least 1, not {page_size}")
+    if not lens and not (csr and page_size == 1):
+        raise ValueError("kv_lens is needed with a page table or larger pages")
+    starts, pages = _numbers("kv_indptr", kv_indptr, device), _numbers("kv_indices", kv_indices, device)
+    if page_table is None:
+        assert kv_indptr is not None
+        batch: int = kv_indptr.numel() - 1
+        params.kv_indptr, params.pages = starts, pages
+    else:
+        if page_table.dtype != torch.int32 or page_table.ndim != 2 or page_table.stride(1) != 1:
+            raise ValueError("page_table must be [B, max_pages] int32, rows contiguous")
+        batch = page_table.shape[0]
+        params.pages, params.pages_row = page_table.data_ptr(), page_table.stride(0)
+    params.page_size = page_size
+    return batch
 
 
-def _check_sizes(
-    batch: int, kv_indptr: torch.Tensor | None, kv_lens: torch.Tensor | None, qo_indptr: torch.Tensor | None
-) -> None:
-    """Lengths may be of a buffer that has room for more requests; where query tokens begin says how many there are."""
-    for name, tensor, size in (("kv_indptr", kv_indptr, batch + 1), ("kv_lens", kv_lens, batch)):
-        _require(tensor is None or tensor.numel() >= size, "{} must have {} elements", name, size)
-    _require(qo_indptr is None or qo_indptr.numel() == batch + 1, "qo_indptr must have {} elements", batch + 1)
+def _numbers(name: str, tensor: torch.Tensor | None, device: torch.device, least: int = 0) -> int | None:
+    """Where lengths or pages begin. They may be of a buffer that has room for more requests."""
+    if tensor is None:
+        return None
+    if tensor.dtype != torch.int32 or not tensor.is_contiguous():
+        raise ValueError(f"{name} must be contiguous int32")
+    if tensor.device != device:
+        raise ValueError(f"{name} is on {tensor.device}, not on {device}")
+    if tensor.numel() < least:
+        raise ValueError(f"{name} must have {least} elements")
+    address: int = tensor.data_ptr()
+    return address
 
 
-def _check_int32(device: torch.device, **tensors: torch.Tensor | None) -> None:
-    for name, tensor in tensors.items():
-        if tensor is not None:
-            _require(tensor.dtype == torch.int32 and tensor.is_contiguous(), "{} must be contiguous int32", name)
-            _require(tensor.device == device, "{} is on {}, not on {}", name, tensor.device, device)
+def _query_starts(qo_indptr: torch.Tensor | None, device: torch.device, batch: int) -> int | None:
+    """Where `qo_indptr` begins, whose size says how many requests there are."""
+    address = _numbers("qo_indptr", qo_indptr, device)
+    if qo_indptr is not None and qo_indptr.numel() != batch + 1:
+        raise ValueError(f"qo_indptr must have {batch + 1} elements")
+    return address
+
+
+def _set_results(
+    params: _Params, rows: tuple[int, int], query: torch.Tensor, out: torch.Tensor | None, lse: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns the output and the log-sum-exp, as given or new."""
+    if out is None:
+        out = torch.empty(*rows, LATENT, dtype=query.dtype, device=query.device)
+    elif out.shape != (*rows, LATENT) or not out.is_contiguous() or out.data_ptr() % 16:
+        raise ValueError(f"out must be contiguous [T, H, {LATENT}], aligned to 16 bytes")
+    elif out.dtype not in _DTYPES:
+        raise ValueError(f"out must be BF16, FP16 or float32, not {out.dtype}")
+    if lse is None:
+        lse = torch.empty(rows, dtype=torch.float32, device=query.device)
+    elif lse.shape != rows or not lse.is_contiguous():
+        raise ValueError("lse must be contiguous [T, H]")
+    elif lse.dtype != torch.float32:
+        raise ValueError(f"lse must be float32, not {lse.dtype}")
+    params.out, params.out_type, params.lse = out.data_ptr(), _DTYPES[out.dtype], lse.data_ptr()
+    return out, lse
+
+
+def _set_workspace(params: _Params, device: torch.device, workspace: torch.Tensor | None, rows: int) -> torch.Tensor:
+    """Returns it, as given or new; to be held until the launches are made."""
+    size = rows * (LATENT * 2 + 4)
+    if workspace is None:
+        workspace = torch.empty(size, dtype=torch.uint8, device=device)
+    address = workspace.data_ptr()
+    if workspace.nbytes < size or address % 16:
+        raise ValueError(f"workspace must have {size} aligned bytes")
+    params.partial, params.partial_lse = address, address + rows * LATENT * 2
+    return workspace
+
+
+def _check_schedule(schedule: Schedule, work: tuple[int, int, int], device: torch.device, *, csr: bool) -> None:
+    if schedule.work != work:
+        raise ValueError(f"the schedule is for (tokens, heads, requests) {schedule.work}, not {work}")
+    if csr and not schedule.csr:
+        raise ValueError("the schedule was made without kv_indptr")
+    if schedule.plan.device != device:
+        raise ValueError(f"the schedule is on {schedule.plan.device}, the query on {device}")
+
+
+def _set_schedule(params: _Params, schedule: Schedule, blocks: int) -> None:
+    block_items = _block_items(schedule.tile, schedule.work, blocks)
+    params.tokens, params.heads, params.batch = schedule.work
+    params.blocks, params.block_items = blocks, block_items
+    spans = schedule.plan.data_ptr()
+    items = spans + blocks * _SPAN_BYTES
+    params.spans, params.items, params.first = spans, items, items + blocks * block_items * 8

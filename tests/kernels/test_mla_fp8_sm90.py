@@ -1,10 +1,11 @@
-"""The Hopper kernel without a GPU: what the compiler makes of it, and what the operator refuses."""
+"""The Hopper kernel without a GPU: what the compiler makes of it, what the operator launches, and what it refuses."""
 
 from __future__ import annotations
 
 import re
 import shutil
 import subprocess
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,17 @@ torch = pytest.importorskip("torch")
 
 from mla_diag.kernels import mla_fp8_cuda as cuda  # noqa: E402
 from mla_diag.kernels import mla_fp8_sm90  # noqa: E402
-from mla_diag.kernels.mla_fp8_sm90 import LATENT, ROPE, SOURCE, TILES, WIDTH, Tile, choose_tile  # noqa: E402
+from mla_diag.kernels.mla_fp8_sm90 import (  # noqa: E402
+    LATENT,
+    ROPE,
+    SOURCE,
+    TILES,
+    WIDTH,
+    Schedule,
+    Tile,
+    choose_tile,
+    mla_sm90_schedule,
+)
 
 SHARED_OF_A_MULTIPROCESSOR, RESERVED_FOR_A_BLOCK = 233_472, 1024  # Hopper
 TILE_LIST = pytest.mark.parametrize("tile", TILES.values(), ids=lambda tile: f"rows{tile.rows}")
@@ -94,7 +105,7 @@ def test_the_tile_follows_the_rows_of_a_request(tokens: int, heads: int, batch: 
     assert choose_tile(tokens, heads, batch).rows == rows
 
 
-# ---- what it refuses -------------------------------------------------------------------------------------------------
+# ---- what it launches ------------------------------------------------------------------------------------------------
 
 
 def arguments(**changes: Any) -> dict[str, Any]:
@@ -121,6 +132,96 @@ def pages_apart(gap: int) -> torch.Tensor:
     """A pool of pages of 64 rows, with some bytes between one page and the next."""
     page = 64 * WIDTH + gap
     return torch.zeros(3 * page, dtype=torch.uint8).as_strided((3, 64, 1, WIDTH), (page, WIDTH, WIDTH, 1))
+
+
+class Card:
+    """What stands for the kernels of a card with two multiprocessors: it keeps the parameters of each launch."""
+
+    blocks = 2
+
+    def __init__(self) -> None:
+        self.plan = self.attention = self.combine = self
+        self.launches: list[Any] = []
+
+    def launch(self, _grid: Any, _threads: int, stream: int, params: Any, *, overlap: bool = False) -> None:
+        assert stream == 7
+        self.launches.append(type(params).from_buffer_copy(params))
+
+
+@pytest.fixture
+def card(monkeypatch: pytest.MonkeyPatch) -> Card:
+    card = Card()
+    monkeypatch.setattr(mla_fp8_sm90, "_kernels", lambda *_: card)
+    monkeypatch.setattr(mla_fp8_sm90, "_multiprocessors", lambda _: card.blocks)
+    monkeypatch.setattr(mla_fp8_sm90, "_index", lambda _: 0)
+    monkeypatch.setattr(mla_fp8_sm90, "_stream", lambda _: 7)
+    monkeypatch.setattr(torch.cuda, "device", nullcontext)
+    return card
+
+
+def told(params: Any, *names: str) -> tuple[Any, ...]:
+    return tuple(getattr(params, name) for name in names)
+
+
+def test_calls_that_look_alike_are_told_their_own_addresses(card: Card) -> None:
+    """As the layers of a step look alike."""
+    layers = [
+        arguments(
+            query=bf16(2, 16, LATENT),
+            query_rope=bf16(2, 16, ROPE),
+            pool=torch.zeros(8, 1, WIDTH, dtype=torch.uint8),
+            kv_indptr=torch.tensor([0, 2, 5], dtype=torch.int32),
+            kv_indices=int32(5),
+            qo_indptr=int32(3),
+            out=bf16(2, 16, LATENT),
+            lse=torch.zeros(2, 16),
+            workspace=torch.zeros(2 * 2 * 32 * (LATENT * 2 + 4), dtype=torch.uint8),
+            schedule=Schedule(int32(99), TILES[32], (2, 16, 2), csr=True),
+        )
+        for _ in range(2)
+    ]
+    for layer in layers:
+        mla_fp8_sm90.mla_fp8_sm90(**layer)
+    for layer, attention, combine in zip(layers, card.launches[::2], card.launches[1::2], strict=True):
+        assert bytes(attention) == bytes(combine)
+        own = [layer[name].data_ptr() for name in ("query", "query_rope", "pool", "out", "lse", "workspace")]
+        assert list(told(attention, "q_nope", "q_rope", "pool", "out", "lse", "partial")) == own
+        own = [layer[name].data_ptr() for name in ("kv_indptr", "kv_indices", "qo_indptr")]
+        assert list(told(attention, "kv_indptr", "pages", "qo_indptr")) == own
+        assert attention.spans == layer["schedule"].plan.data_ptr()
+        assert attention.kv_lens is None
+        assert attention.planned
+
+
+def test_a_call_is_told_its_own_layout(card: Card) -> None:
+    table, pages = int32(2, 9), torch.zeros(3, 4, 1, 640, dtype=torch.uint8)[..., :WIDTH]
+    paged = {"kv_indptr": None, "kv_indices": None, "page_table": table, "page_size": 4, "kv_lens": int32(5)}
+    whole = bf16(2, 16, 640)[..., :WIDTH]
+    mla_fp8_sm90.mla_fp8_sm90(**arguments())
+    mla_fp8_sm90.mla_fp8_sm90(
+        **arguments(**paged, pool=pages, query=whole, sm_scale=0.5, kv_scale=3.0, out=torch.zeros(2, 16, LATENT))
+    )
+    plain, _, other, _ = card.launches
+    assert told(plain, "tokens", "heads", "batch", "page_size", "causal", "planned") == (2, 16, 2, 1, 0, 0)
+    assert told(plain, "q_nope_token", "q_nope_head", "pool_row", "pages_row") == (16 * WIDTH, WIDTH, WIDTH, 0)
+    assert told(plain, "q_type", "out_type", "score_scale", "value_scale", "lse_scale") == (0, 0, 1.0, 1.0, 1.0)
+    assert told(other, "pages", "kv_lens", "kv_indptr") == (table.data_ptr(), paged["kv_lens"].data_ptr(), None)
+    assert told(other, "q_rope_token", "q_rope_head", "pool_row", "pages_row") == (16 * 640, 640, 640, 9)
+    assert told(other, "page_size", "out_type", "score_scale", "value_scale") == (4, 2, 1.5, 3.0)
+    assert other.q_rope == whole.data_ptr() + LATENT * 2
+
+
+def test_a_schedule_is_planned_from_its_lengths(card: Card) -> None:
+    lens, starts = int32(3), int32(4)
+    made = mla_sm90_schedule(16, kv_lens=lens, qo_indptr=starts, tokens=40)
+    (params,) = card.launches
+    assert told(params, "tokens", "heads", "batch", "causal") == (40, 16, 3, 1)
+    assert told(params, "kv_lens", "qo_indptr", "kv_indptr") == (lens.data_ptr(), starts.data_ptr(), None)
+    assert params.spans == made.plan.data_ptr()
+    assert params.first + (3 + 1) * 4 <= params.spans + made.plan.nbytes
+
+
+# ---- what it refuses -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -160,8 +261,33 @@ def test_a_wrong_argument_is_named(changes: dict[str, Any], complaint: str) -> N
         mla_fp8_sm90.mla_fp8_sm90(**arguments(**changes))
 
 
+@pytest.mark.parametrize(
+    ("changes", "complaint"),
+    [
+        ({"query": bf16(2 * 16 * WIDTH + 4)[4:].view(2, 16, WIDTH)}, "query's rows must be"),
+        ({"query": torch.zeros(2, 16, WIDTH)}, "query must be BF16 or FP16"),
+        ({"pool": torch.zeros(8 * WIDTH + 8, dtype=torch.uint8)[8:].view(8, 1, WIDTH)}, "pool's rows must be"),
+        ({"out": bf16(2 * 16 * LATENT + 4)[4:].view(2, 16, LATENT)}, "aligned to 16 bytes"),
+        ({"lse": torch.zeros(16, 2).T}, "lse must be contiguous"),
+        ({"kv_lens": int32(1)}, "kv_lens must have 2 elements"),
+        ({"kv_indptr": int32(9)}, "qo_indptr is needed: 2 tokens for 8 requests"),
+        ({"kv_indices": int32(10)[::2]}, "kv_indices must be contiguous"),
+        ({"workspace": torch.zeros(100, dtype=torch.uint8)}, "workspace must have 131584 aligned bytes"),
+        ({"workspace": torch.zeros(131592, dtype=torch.uint8)[8:]}, "workspace must have 131584 aligned bytes"),
+        ({"schedule": Schedule(int32(99).to("meta"), TILES[32], (2, 16, 2), csr=True)}, "the schedule is on meta"),
+    ],
+)
+def test_a_wrong_call_is_refused_after_a_right_one(card: Card, changes: dict[str, Any], complaint: str) -> None:
+    """All layers of a step look alike, but for what goes wrong in one."""
+    right = arguments(schedule=Schedule(int32(99), TILES[32], (2, 16, 2), csr=True), kv_lens=int32(2))
+    mla_fp8_sm90.mla_fp8_sm90(**right)
+    with pytest.raises(ValueError, match=complaint):
+        mla_fp8_sm90.mla_fp8_sm90(**right | changes)
+    assert len(card.launches) == 2
+
+
 def test_a_schedule_serves_calls_of_its_own_shape_alone() -> None:
-    made = mla_fp8_sm90.Schedule(int32(0), choose_tile(2, 16, 2), (2, 16, 2), csr=True)
+    made = Schedule(int32(0), choose_tile(2, 16, 2), (2, 16, 2), csr=True)
     with pytest.raises(
         ValueError, match=r"the schedule is for \(tokens, heads, requests\) \(2, 16, 2\), not \(3, 16, 2\)"
     ):
@@ -170,7 +296,7 @@ def test_a_schedule_serves_calls_of_its_own_shape_alone() -> None:
 
 def test_a_schedule_without_kv_indptr_serves_page_tables_alone() -> None:
     """It would send every block to the first request's pages."""
-    made = mla_fp8_sm90.Schedule(int32(0), choose_tile(2, 16, 2), (2, 16, 2), csr=False)
+    made = Schedule(int32(0), choose_tile(2, 16, 2), (2, 16, 2), csr=False)
     with pytest.raises(ValueError, match="the schedule was made without kv_indptr"):
         mla_fp8_sm90.mla_fp8_sm90(**arguments(schedule=made))
 
@@ -188,7 +314,7 @@ def test_a_schedule_without_kv_indptr_serves_page_tables_alone() -> None:
 )
 def test_a_schedule_needs_lengths(lengths: dict[str, Any], complaint: str) -> None:
     with pytest.raises(ValueError, match=complaint):
-        mla_fp8_sm90.mla_sm90_schedule(16, **lengths)
+        mla_sm90_schedule(16, **lengths)
 
 
 def test_nothing_to_do_needs_no_device() -> None:
