@@ -49,6 +49,7 @@ _PLAN_ARGUMENTS = (
     "kv_data_type",
     "use_profiler",
 )
+_RUN_OPTIONS = frozenset({"out", "return_lse"})  # what the kernel has a counterpart for
 # What the kernel takes of FlashAttention's call, what is checked apart, and what only tells FlashAttention how to work.
 _FLASH_NEEDED = frozenset({"qv", "page_table", "cache_seqlens", "cu_seqlens_q", "softmax_scale"})
 _FLASH_HARMLESS = frozenset(
@@ -73,6 +74,9 @@ class _Plan:
     why: str = ""
     pages: torch.Tensor | None = None
     page_size: int = 1
+
+
+_PLANNED_ELSEWHERE = _Plan("cast", "the wrapper was planned outside the patched code")
 
 
 def plan(
@@ -178,9 +182,9 @@ def run(
         return wrapper.run(q_nope, q_rope, ckv, kpe, **options)
     if _planned(wrapper).strategy == "native":
         return wrapper.run(q_nope, q_rope, ckv, kpe, ckv_scale=1.0, kpe_scale=1.0, **options)
-    unknown = sorted(name for name in options.keys() - {"out", "return_lse"} if options[name] is not None)
+    unknown = [name for name, value in options.items() if value is not None and name not in _RUN_OPTIONS]
     if unknown:
-        pool = _cast(_joined(ckv, kpe), q_nope.dtype, f"kernel: it has no {', '.join(unknown)}")
+        pool = _cast(_joined(ckv, kpe), q_nope.dtype, f"kernel: it has no {', '.join(sorted(unknown))}")
         return wrapper.run(q_nope, q_rope, pool[..., :_LATENT], pool[..., _LATENT:], **options)
     kv_indptr = wrapper._kv_indptr_buf
     one_each = not wrapper._causal and q_nope.shape[0] == kv_indptr.shape[0] - 1
@@ -409,7 +413,7 @@ def _strategies() -> tuple[str, ...]:
 
 
 def _planned(wrapper: Any) -> _Plan:
-    plan: _Plan = vars(wrapper).get("mla_fp8_plan", _Plan("cast", "the wrapper was planned outside the patched code"))
+    plan: _Plan = vars(wrapper).get("mla_fp8_plan", _PLANNED_ELSEWHERE)
     return plan
 
 
@@ -419,13 +423,15 @@ def _is_fp8(dtype: torch.dtype) -> bool:
 
 def _joined(latent: torch.Tensor, rope: torch.Tensor) -> torch.Tensor:
     """The rows that both are views of, without a copy: [..., 512] and [..., 64] to [..., 576]."""
-    width = latent.shape[-1] + rope.shape[-1]
-    adjacent = rope.data_ptr() == latent.data_ptr() + latent.shape[-1] * latent.element_size()
+    shape, strides = latent.shape, latent.stride()
+    adjacent = rope.data_ptr() == latent.data_ptr() + shape[-1] * latent.element_size()
     # The stride of a dimension of one says nothing, and views give it any value.
-    dimensions = [dimension for dimension in range(latent.dim()) if latent.shape[dimension] > 1]
-    if not adjacent or any(latent.stride(dimension) != rope.stride(dimension) for dimension in dimensions):
+    alike = strides == rope.stride() or all(
+        size < 2 or strides[dimension] == rope.stride(dimension) for dimension, size in enumerate(shape)
+    )
+    if not (adjacent and alike):
         raise ValueError("the latent and rope parts of the KV pool are not views of the same rows")
-    return latent.as_strided((*latent.shape[:-1], width), latent.stride())
+    return latent.as_strided((*shape[:-1], shape[-1] + rope.shape[-1]), strides)
 
 
 def _cast(pool: torch.Tensor, dtype: torch.dtype, why: str) -> torch.Tensor:

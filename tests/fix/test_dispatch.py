@@ -372,6 +372,15 @@ def test_parts_of_different_rows_are_not_joined(sglang: Any) -> None:
     assert torch.equal(joined.float(), pool.float())
     with pytest.raises(ValueError, match="not views of the same rows"):
         dispatch._joined(pool[..., :512], pool.clone()[..., 512:])
+    with pytest.raises(ValueError, match="not views of the same rows"):
+        dispatch._joined(pool[..., :512], pool[::2][..., 512:])
+
+
+def test_the_stride_of_a_single_row_does_not_matter(sglang: Any) -> None:
+    """Views give it any value."""
+    dispatch, pool = sglang("gather").mla_fp8_dispatch, pool_of(rows=1)
+    rope = pool[..., 512:].as_strided((1, 1, 64), (7, 9, 1), 512)
+    assert torch.equal(dispatch._joined(pool[..., :512], rope).float(), pool.float())
 
 
 interpreted = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="needs TRITON_INTERPRET=1")
