@@ -112,7 +112,7 @@ def workspace_bytes(device: torch.device | str, config: Tuning | None = None, la
     """Return the size of a workspace that serves every call on `device`, whatever the batch, heads and lengths."""
     device = torch.device(device)
     configs = [config] if config else [_tuning(device, columns) for columns in (16, 32)]
-    return max(c.programs_per_sm * c.block_heads for c in configs) * _processors(device) * (latent * 2 + 4)
+    return max(_partial_rows(c, device) for c in configs) * (latent * 2 + 4)
 
 
 def mla_schedule(
@@ -227,9 +227,10 @@ def mla_fp8(
         raise ValueError("pass either kv_indptr and kv_indices, or page_table")
     if kv_lens is None and (kv_indptr is None or page_size != 1):
         raise ValueError("kv_lens is needed with a page table and with pages of several tokens")
-    if any(t is not None and t.stride(-1) != 1 for t in (table, kv_indptr, kv_lens, qo_indptr)):
-        raise ValueError("indices, tables and lengths must be contiguous")
-    batch = len(kv_lens) if kv_lens is not None else len(kv_indptr) - 1  # type: ignore[arg-type]
+    for numbers in (table, kv_indptr, kv_lens, qo_indptr):
+        if numbers is not None and numbers.stride(-1) != 1:
+            raise ValueError("indices, tables and lengths must be contiguous")
+    batch = kv_lens.shape[0] if kv_lens is not None else kv_indptr.shape[0] - 1  # type: ignore[union-attr]
     if qo_indptr is None and tokens != batch:
         raise ValueError(f"{tokens} query tokens for {batch} requests: multi-token queries need qo_indptr")
     out = torch.empty_like(query, memory_format=torch.contiguous_format) if out is None else out
@@ -244,21 +245,15 @@ def mla_fp8(
         tokens=None if qo_indptr is None else tokens,
     )  # fmt: skip
     config = schedule.config
-    needed = workspace_bytes(query.device, config, latent)
-    if workspace is None:
-        workspace = torch.empty(needed, dtype=torch.uint8, device=query.device)
-    elif workspace.numel() < needed or workspace.dtype != torch.uint8:
-        raise ValueError(f"the workspace must be uint8 with {needed} bytes or more")
-    partial = workspace[: needed // (latent * 2 + 4) * latent * 2].view(torch.float16)
-    partial_lse = workspace[partial.numel() * 2 : needed].view(torch.float32)
+    partial, partial_lse = _partial(workspace, _partial_rows(config, query.device), latent, query.device)
     by_hand = BITS_SCALE if config.decode != CONVERT.value else 1.0
     score_scale, out_scale = sm_scale * kv_scale * LOG2E * by_hand, kv_scale * by_hand
     lse_scale = math.log(2.0) if natural_lse else 1.0
-    # The combining kernel may be launched while the other drains.
-    overlap = EARLY_LAUNCH and query.is_cuda and torch.cuda.get_device_capability(query.device)[0] >= 9
+    overlap = _overlaps(query.device)
     launch = {"launch_pdl": True} if overlap else {}
     shared: dict[str, Any] = {"LATENT": latent, "EXTEND": qo_indptr is not None, "BLOCK_H": config.block_heads}
-    mla_fp8_attention[(len(schedule.items),)](
+    items, groups = schedule.items.shape[0], schedule.groups.shape[0]
+    mla_fp8_attention[(items,)](
         query, query_rope, rows, table, kv_indptr, kv_lens, qo_indptr, schedule.items, out, lse, partial, partial_lse,
         *query.stride()[:2], *query_rope.stride()[:2], *out.stride()[:2], 0 if page_table is None else table.stride(0),
         heads, score_scale, out_scale, lse_scale,
@@ -268,9 +263,9 @@ def mla_fp8(
     )  # fmt: skip
     # As many pieces at a time as a request of an even batch has. A warp spans 256 latents where there are that many, so
     # that pieces add up within threads.
-    pieces = min(max(triton.next_power_of_2(len(schedule.items) // len(schedule.groups)), 8), 128)
+    pieces = min(max(_next_power_of_2(items // groups), 8), 128)
     chunk = min(4096 // pieces, latent)
-    mla_fp8_combine[(len(schedule.groups), config.block_heads, latent // chunk)](
+    mla_fp8_combine[(groups, config.block_heads, latent // chunk)](
         qo_indptr, schedule.groups, out, lse, partial, partial_lse, *out.stride()[:2], tokens, heads,
         out_scale, lse_scale, CHUNK=chunk, BLOCK_P=pieces, OVERLAP=overlap,
         num_warps=4 if chunk < 128 else max(chunk // 256, 1), **shared, **launch,
@@ -304,6 +299,30 @@ def _byte_pairs(pool: torch.Tensor, width: int) -> torch.Tensor:
         raise ValueError(message) from error
 
 
+def _partial_rows(config: Tuning, device: torch.device) -> int:
+    """How many rows of partial results there can be: one tile a program."""
+    return config.programs_per_sm * config.block_heads * _processors(device)
+
+
+def _partial(
+    workspace: torch.Tensor | None, rows: int, latent: int, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Room for partial outputs and their log-sum-exps."""
+    if workspace is None:
+        # Two, since views of one would take longer to make.
+        outputs = torch.empty(rows * latent, dtype=torch.float16, device=device)
+        return outputs, torch.empty(rows, dtype=torch.float32, device=device)
+    boundary, needed = rows * latent * 2, rows * (latent * 2 + 4)
+    if workspace.numel() < needed or workspace.dtype != torch.uint8:
+        raise ValueError(f"the workspace must be uint8 with {needed} bytes or more")
+    return workspace[:boundary].view(torch.float16), workspace[boundary:needed].view(torch.float32)
+
+
+def _next_power_of_2(number: int) -> int:
+    """Triton's, which takes microseconds, as it serves kernels too."""
+    return 1 << max(number - 1, 0).bit_length()
+
+
 def _interpreted(device: torch.device) -> bool:
     return device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"
 
@@ -313,6 +332,12 @@ def _tuning(device: torch.device, columns: int) -> Tuning:
     if _interpreted(device):
         return Tuning(block_tokens=16, warps=4, stages=1, programs_per_sm=1, decode=PORTABLE.value)
     return tuning(torch.cuda.get_device_capability(device), columns)
+
+
+@lru_cache
+def _overlaps(device: torch.device) -> bool:
+    """Whether the combining kernel may be launched while the other drains."""
+    return bool(EARLY_LAUNCH and device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9)
 
 
 @lru_cache
