@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from mla_diag.trace.columns import MISSING, Ids, Ints, rows_by
+from mla_diag.trace.columns import MISSING, Ids, Ints
 from mla_diag.trace.model import Table, Trace
 
 # Serving code whose frames are worth naming, in this order: a kernel launched by SGLang's code is blamed on SGLang's
@@ -111,12 +111,17 @@ def work_launches(trace: Trace) -> NDArray[np.bool_]:
 
 
 def captured_launches(trace: Trace) -> NDArray[np.bool_]:
-    """Whether each launch was made while its thread captured a graph: it runs when that is replayed, not then."""
+    """Whether each launch was made while a graph was captured: it runs when that is replayed, not then.
+
+    On whichever thread: autograd launches from a thread of its own into the stream that another one captures.
+    """
     launches, begins, ends = trace.launches, _calls(trace, _CAPTURE_BEGINS), _calls(trace, _CAPTURE_ENDS)
     captured = np.zeros(len(launches), bool)
-    for rows in rows_by(launches.thread.astype(np.int64)).values() if begins.any() else ():
-        ordered = rows[np.argsort(launches.start[rows], kind="stable")]
-        captured[ordered] = np.cumsum(begins[ordered].astype(np.int64) - ends[ordered]) > 0
+    if begins.any() or ends.any():
+        ordered = np.argsort(launches.start, kind="stable")
+        captures = np.cumsum(begins[ordered].astype(np.int64) - ends[ordered])
+        # An end without a beginning is of a capture that was under way when the trace began.
+        captured[ordered] = captures > min(captures.min(), 0)
     return captured
 
 

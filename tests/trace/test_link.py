@@ -5,7 +5,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from mla_diag.trace.link import Links, Source, enclosing, link, parse_source
+from mla_diag.trace.link import Links, Source, captured_launches, enclosing, link, parse_source
 from mla_diag.trace.model import Table, Trace
 from tests.trace.reading import read
 from tests.trace_builder import TraceBuilder
@@ -183,3 +183,25 @@ def test_the_source_is_the_innermost_serving_frame(tmp_path):
 )
 def test_frames_of_serving_packages_are_told_from_others(frame, source):
     assert parse_source(frame) == (None if source is None else Source(*source))
+
+
+def captured(tmp_path, *calls: tuple[str, tuple[int, int]]) -> list[bool]:
+    """Which of some calls, each by its name and thread, are made while a graph is captured."""
+    builder = TraceBuilder()
+    for number, (name, thread) in enumerate(calls):
+        builder.launch(10 * number, name=name, thread=thread)
+    return captured_launches(read(tmp_path, builder)).tolist()
+
+
+BEGIN, KERNEL, END = "cudaStreamBeginCapture", "cudaLaunchKernel", "cudaStreamEndCapture"
+
+
+def test_a_capture_lasts_from_its_beginning_to_its_end_on_every_thread(tmp_path):
+    """Autograd launches the backward pass of a captured step from a thread of its own."""
+    calls = [(KERNEL, THREAD_A), (BEGIN, THREAD_A), (KERNEL, THREAD_B), (END, THREAD_A), (KERNEL, THREAD_B)]
+    assert captured(tmp_path, *calls)[::2] == [False, True, False]
+
+
+def test_a_capture_that_was_under_way_when_the_trace_began(tmp_path):
+    calls = [(name, THREAD_A) for name in (KERNEL, END, KERNEL, BEGIN, KERNEL)]
+    assert captured(tmp_path, *calls)[::2] == [True, False, True]

@@ -5,7 +5,6 @@ It is about the trace, not the server, and says so once for each trace: with the
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -23,8 +22,6 @@ from mla_diag.trace.link import captured_launches, graph_launches, work_launches
 from mla_diag.trace.model import DeviceEvents
 
 KIND = "dropped-events"
-
-_CAPTURE = re.compile(r"(?:StreamBeginCapture|StreamEndCapture|GraphInstantiate)", re.IGNORECASE)
 
 
 class _Loss(NamedTuple):
@@ -84,14 +81,14 @@ def find(case: StageCase) -> Iterator[Finding]:
 def _look(case: StageCase) -> tuple[list[_Loss], dict[str, Any]]:
     trace, links, steps = case.trace, case.links, case.steps
     damage, events = trace.damage, len(trace.device_events)
-    calls = np.flatnonzero(work_launches(trace))
     # What is launched while a graph is captured does not run then.
-    capturing = any(_CAPTURE.search(trace.names[name]) for name in np.unique(trace.launches.name).tolist())
-    silent = 0 if capturing else int((~np.isin(calls, links.launch)).sum())
+    captured = captured_launches(trace)
+    calls = np.flatnonzero(work_launches(trace) & ~captured)
+    silent = int((~np.isin(calls, links.launch)).sum())
     orphaned = links.launch == MISSING
     orphans = int(orphaned.sum())
     incomplete = int((~steps.complete).sum())
-    replays = _replays(case, capturing)
+    replays = _replays(case, np.flatnonzero(graph_launches(trace) & ~captured))
     evidence = {
         "events": trace.event_count,
         "unreadable_events": damage.lost_events,
@@ -111,20 +108,20 @@ def _look(case: StageCase) -> tuple[list[_Loss], dict[str, Any]]:
         "short_graph_replays": replays.short,
         "idle_graph_replays": replays.idle,
         "idle_share_of_worst_replay": replays.idle_most,
-        "too_low": _too_low(case, capturing),
+        "too_low": _too_low(case, captured),
     }
     return list(_losses(case, evidence, replays)), evidence
 
 
-def _too_low(case: StageCase, capturing: bool) -> bool:
+def _too_low(case: StageCase, captured: NDArray[np.bool_]) -> bool:
     """Whether the steps that count hold less than ran in them; what is missing elsewhere makes no figure wrong."""
     trace, links, steps = case.trace, case.links, case.steps
     if not steps.whole.any():
         return True
-    calls = np.flatnonzero(work_launches(trace) & ~captured_launches(trace))
+    calls = np.flatnonzero(work_launches(trace) & ~captured)
     calls = calls[_in_counted(case, calls)]
     silent = int((~np.isin(calls, links.launch)).sum())
-    replays = _replays(case, capturing, counted_alone=True)
+    replays = _replays(case, calls[graph_launches(trace)[calls]])
     return bool(
         silent >= DROPPED_SHARE * len(calls) > 0
         or trace.damage.clamped_device_durations >= DROPPED_SHARE * len(trace.device_events) > 0
@@ -192,10 +189,9 @@ def _losses(case: StageCase, seen: dict[str, Any], replays: _Replays) -> Iterato
         )
 
 
-def _replays(case: StageCase, capturing: bool, *, counted_alone: bool = False) -> _Replays:
+def _replays(case: StageCase, rows: Ints) -> _Replays:
+    """What is missing from the graph launches of these rows."""
     trace, links, spans = case.trace, case.links, case.steps.spans
-    rows = np.flatnonzero(graph_launches(trace))
-    rows = rows[_in_counted(case, rows)] if counted_alone else rows
     rows = rows[np.argsort(trace.launches.start[rows], kind="stable")]
     step = step_at(spans, trace.launches.thread[rows], trace.launches.start[rows])
     order = np.argsort(links.launch, kind="stable")
@@ -212,7 +208,7 @@ def _replays(case: StageCase, capturing: bool, *, counted_alone: bool = False) -
     short = sum(size < COMPLETE_SHARE * max(group) for group in like.values() for size in group if size)
     return _Replays(
         total=len(rows),
-        empty=0 if capturing or case.trace.damage.truncated else sizes.count(0),
+        empty=0 if case.trace.damage.truncated else sizes.count(0),
         short=short,
         idle=sum(share >= REPLAY_IDLE for share in blank),
         idle_most=max(blank, default=0.0),

@@ -45,12 +45,31 @@ def test_kernels_that_nothing_launched(tmp_path: Path):
     assert finding.severity == "high"
 
 
-def test_launches_into_a_graph_that_is_captured_run_later(tmp_path: Path):
+@pytest.mark.parametrize("mark", ["cudaStreamBeginCapture", "cudaStreamEndCapture"])
+def test_launches_into_a_graph_that_is_captured_run_later(tmp_path: Path, mark: str):
+    """Also where the capture ends after the trace, or began before it."""
+
     def fill(builder: TraceBuilder, start: float) -> None:
-        builder.launch(start + 1, 1, name="cudaStreamBeginCapture")
+        builder.launch(start + (1 if "Begin" in mark else 3_000), 1, name=mark)
         launches(builder, start, lost=90)
 
     assert not found(steps(fill, count=1).write(tmp_path / "a.json"), KIND)
+
+
+def test_a_capture_hides_no_loss_outside_it(tmp_path: Path):
+    """A trace in which one graph was captured had none of its lost launches counted."""
+
+    def fill(builder: TraceBuilder, start: float) -> None:
+        launches(builder, start, lost=30)
+        builder.launch(start + 3_000, 1, name="cudaStreamBeginCapture")
+        launches(builder, start + 3_010, lost=100)
+        builder.launch(start + 6_000, 1, name="cudaStreamEndCapture")
+        builder.launch(start + 7_000, 2, name="cudaGraphLaunch")
+
+    (finding,) = found(steps(fill).write(tmp_path / "a.json"), KIND)
+    assert finding.evidence["launches"] == 2 * (100 + 1)
+    assert finding.evidence["launches_without_device_event"] == 2 * (30 + 1)
+    assert finding.evidence["empty_graph_replays"] == 2
 
 
 def test_a_step_that_lacks_what_its_like_have(tmp_path: Path):
