@@ -103,6 +103,23 @@ def step_at(spans: StepSpans, threads: Ids, times: Ints) -> Ints:
     return step
 
 
+def same_launches(trace: Trace, spans: StepSpans, launches: Ints) -> Ints:
+    """For each of some launches, by its row, a number that it shares with the same of other steps; -1 outside steps.
+
+    The same is the same call, as far into a step of the same name that has as many of these launches.
+    """
+    calls = trace.launches.take(launches)
+    numbers: Interner[tuple[str, int, int, int]] = Interner()
+    same = np.full(len(launches), MISSING, np.int64)
+    of_step = rows_by(step_at(spans, calls.thread, calls.start))
+    of_step.pop(MISSING, None)
+    for step, rows in of_step.items():
+        ordered = rows[np.argsort(calls.start[rows], kind="stable")]
+        names = calls.name[ordered].tolist()
+        same[ordered] = numbers.ids((spans.names[step], len(rows), place, name) for place, name in enumerate(names))
+    return same
+
+
 def _complete(trace: Trace, links: Links, spans: StepSpans, inside: Ints) -> NDArray[np.bool_]:
     """Whether the trace holds what each step launched.
 

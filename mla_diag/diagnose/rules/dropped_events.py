@@ -14,11 +14,12 @@ from numpy.typing import NDArray
 
 from mla_diag.diagnose.case import StageCase, severity
 from mla_diag.diagnose.diagnosis import Finding
+from mla_diag.diagnose.lost_launches import LostLaunches, find_lost_launches
 from mla_diag.diagnose.step_spans import Stage
-from mla_diag.diagnose.steps import busy, step_at
+from mla_diag.diagnose.steps import busy, same_launches, step_at
 from mla_diag.diagnose.thresholds import COMPLETE_SHARE, DROPPED_SHARE, REPLAY_GAP_MICROSECONDS, REPLAY_IDLE
-from mla_diag.trace.columns import MISSING, NANOS_PER_MS, Ints
-from mla_diag.trace.link import captured_launches, graph_launches, work_launches
+from mla_diag.trace.columns import MISSING, NANOS_PER_MS, Ints, rows_by
+from mla_diag.trace.link import graph_launches
 from mla_diag.trace.model import DeviceEvents
 
 KIND = "dropped-events"
@@ -80,15 +81,13 @@ def find(case: StageCase) -> Iterator[Finding]:
 
 def _look(case: StageCase) -> tuple[list[_Loss], dict[str, Any]]:
     trace, links, steps = case.trace, case.links, case.steps
-    damage, events = trace.damage, len(trace.device_events)
-    # What is launched while a graph is captured does not run then.
-    captured = captured_launches(trace)
-    calls = np.flatnonzero(work_launches(trace) & ~captured)
-    silent = int((~np.isin(calls, links.launch)).sum())
+    damage, events = trace.damage, trace.device_events
+    launches = find_lost_launches(trace, links, steps.spans)
+    recorded = int(events.duration.sum())
     orphaned = links.launch == MISSING
     orphans = int(orphaned.sum())
     incomplete = int((~steps.complete).sum())
-    replays = _replays(case, np.flatnonzero(graph_launches(trace) & ~captured))
+    replays = _replays(case, launches.launch)
     evidence = {
         "events": trace.event_count,
         "unreadable_events": damage.lost_events,
@@ -97,33 +96,37 @@ def _look(case: StageCase) -> tuple[list[_Loss], dict[str, Any]]:
         "gzip_error": damage.gzip,
         "steps": len(steps.spans),
         "incomplete_steps": incomplete,
-        "launches": len(calls),
-        "launches_without_device_event": silent,
-        "device_events": events,
+        "launches": len(launches),
+        "launches_without_device_event": launches.count,
+        "launches_timed_by_other_steps": int((launches.timed & launches.by_step).sum()),
+        "launches_timed_by_same_op": int((launches.timed & ~launches.by_step).sum()),
+        "launches_of_unknown_time": launches.unknown,
+        "lost_ms": float(np.nansum(launches.nanoseconds)) / NANOS_PER_MS,
+        "lost_share_of_time": launches.time_share(recorded),
+        "device_events": len(events),
         "device_events_without_duration": damage.clamped_device_durations,
         "device_events_without_launch": orphans,
-        "ms_without_launch": float(trace.device_events.duration[orphaned].sum()) / NANOS_PER_MS,
+        "ms_without_launch": float(events.duration[orphaned].sum()) / NANOS_PER_MS,
         "graph_replays": replays.total,
         "empty_graph_replays": replays.empty,
         "short_graph_replays": replays.short,
         "idle_graph_replays": replays.idle,
         "idle_share_of_worst_replay": replays.idle_most,
-        "too_low": _too_low(case, captured),
+        "too_low": _too_low(case, launches),
     }
-    return list(_losses(case, evidence, replays)), evidence
+    return list(_losses(case, evidence, launches.share(recorded), replays)), evidence
 
 
-def _too_low(case: StageCase, captured: NDArray[np.bool_]) -> bool:
+def _too_low(case: StageCase, launches: LostLaunches) -> bool:
     """Whether the steps that count hold less than ran in them; what is missing elsewhere makes no figure wrong."""
-    trace, links, steps = case.trace, case.links, case.steps
+    trace, steps = case.trace, case.steps
     if not steps.whole.any():
         return True
-    calls = np.flatnonzero(work_launches(trace) & ~captured)
-    calls = calls[_in_counted(case, calls)]
-    silent = int((~np.isin(calls, links.launch)).sum())
-    replays = _replays(case, calls[graph_launches(trace)[calls]])
+    launches = launches.take(_in_counted(case, launches.launch))
+    inside = (steps.inside != MISSING) & steps.counted[steps.inside]
+    replays = _replays(case, launches.launch)
     return bool(
-        silent >= DROPPED_SHARE * len(calls) > 0
+        launches.share(int(trace.device_events.duration[inside].sum())) >= DROPPED_SHARE
         or trace.damage.clamped_device_durations >= DROPPED_SHARE * len(trace.device_events) > 0
         or max(replays.empty, replays.short, replays.idle) > 0
     )
@@ -136,7 +139,7 @@ def _in_counted(case: StageCase, rows: Ints) -> NDArray[np.bool_]:
     return np.asarray((step != MISSING) & case.steps.counted[step])
 
 
-def _losses(case: StageCase, seen: dict[str, Any], replays: _Replays) -> Iterator[_Loss]:
+def _losses(case: StageCase, seen: dict[str, Any], lost_share: float, replays: _Replays) -> Iterator[_Loss]:
     damage, steps = case.trace.damage, seen["steps"]
     again = "profile again for fewer steps, with no other profiler (Nsight, DCGM) attached to the GPU"
     if damage.truncated:
@@ -156,13 +159,8 @@ def _losses(case: StageCase, seen: dict[str, Any], replays: _Replays) -> Iterato
     if bad >= DROPPED_SHARE:
         yield _Loss(bad, f"{seen['unreadable_events']:,} of {seen['events']:,} events cannot be read", again)
     silent = seen["launches_without_device_event"] / max(seen["launches"], 1)
-    if silent >= DROPPED_SHARE and not damage.truncated:
-        yield _Loss(
-            silent,
-            f"{seen['launches_without_device_event']:,} of {seen['launches']:,} launches have no device event: "
-            "device times are too low",
-            again,
-        )
+    if max(silent, lost_share) >= DROPPED_SHARE and not damage.truncated:
+        yield _Loss(lost_share, _lost_launches(seen), again)
     timeless = min(seen["device_events_without_duration"] / max(seen["device_events"], 1), 1.0)
     if timeless >= DROPPED_SHARE:
         yield _Loss(
@@ -189,27 +187,38 @@ def _losses(case: StageCase, seen: dict[str, Any], replays: _Replays) -> Iterato
         )
 
 
-def _replays(case: StageCase, rows: Ints) -> _Replays:
-    """What is missing from the graph launches of these rows."""
+def _lost_launches(seen: dict[str, Any]) -> str:
+    """How many launches lack device events, what those would have taken, and what is judged by which of the two."""
+    lost, unknown = seen["launches_without_device_event"], seen["launches_of_unknown_time"]
+    sentence = f"{lost:,} of {seen['launches']:,} launches have no device event: device times are too low"
+    if unknown < lost:
+        like = f"{lost - unknown:,} of them" if unknown else "they"
+        sentence += (
+            f" by about {seen['lost_ms']:.2f} ms, {seen['lost_share_of_time']:.1%} of what ran, "
+            f"if {like} took what their like did"
+        )
+    if unknown:
+        them = f"the other {unknown:,}" if unknown < lost else "they"
+        sentence += f"; what {them} took is not known, and judged by their number"
+    return sentence
+
+
+def _replays(case: StageCase, launches: Ints) -> _Replays:
+    """What is missing from the graph launches among some launches."""
     trace, links, spans = case.trace, case.links, case.steps.spans
-    rows = rows[np.argsort(trace.launches.start[rows], kind="stable")]
-    step = step_at(spans, trace.launches.thread[rows], trace.launches.start[rows])
+    rows = launches[graph_launches(trace)[launches]]
     order = np.argsort(links.launch, kind="stable")
     first, past = (np.searchsorted(links.launch[order], rows, side) for side in ("left", "right"))
     replays = [order[begin:end] for begin, end in zip(first.tolist(), past.tolist(), strict=True)]
-    sizes = list(map(len, replays))
     blank = [_blank(trace.device_events.take(replay)) for replay in replays]
-    # The same launch of another step: as far into a step of the same name with as many launches.
-    like: dict[tuple[str, int, int], list[int]] = {}
-    for number in np.unique(step[step != MISSING]).tolist():
-        inside = np.flatnonzero(step == number).tolist()
-        for place, row in enumerate(inside):
-            like.setdefault((spans.names[number], len(inside), place), []).append(sizes[row])
-    short = sum(size < COMPLETE_SHARE * max(group) for group in like.values() for size in group if size)
+    sizes = past - first
+    of_like = rows_by(same_launches(trace, spans, rows))
+    of_like.pop(MISSING, None)
+    like = [sizes[places] for places in of_like.values()]
     return _Replays(
         total=len(rows),
-        empty=0 if case.trace.damage.truncated else sizes.count(0),
-        short=short,
+        empty=0 if case.trace.damage.truncated else int((sizes == 0).sum()),
+        short=sum(int(((group > 0) & (group < COMPLETE_SHARE * group.max())).sum()) for group in like),
         idle=sum(share >= REPLAY_IDLE for share in blank),
         idle_most=max(blank, default=0.0),
     )

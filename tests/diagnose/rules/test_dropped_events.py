@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.diagnose.rules.finding import GEMM, found, steps
+from tests.diagnose.rules.finding import COPY, GEMM, found, steps
 from tests.trace_builder import TraceBuilder
 
 KIND = "dropped-events"
@@ -36,6 +36,59 @@ def test_launches_that_led_to_nothing(tmp_path: Path, lost: int, count: int):
 def test_below_a_hundredth_no_printed_figure_changes(tmp_path: Path):
     builder = steps(lambda builder, at: launches(builder, at, count=150, lost=1))
     assert not found(builder.write(tmp_path / "a.json"), KIND)
+
+
+def copies_and_small_ops(builder: TraceBuilder, *, lost_copies: int = 0, lost_small: int = 0) -> TraceBuilder:
+    """Two steps, each of a copy of 850 us and 200 kernels of 2 us, other ones of which are lost in each."""
+    for step in range(2):
+        start = 10_000 * step
+        builder.span("step[DECODE bs=1]", start, 9_000)
+        copy = builder.launch(start + 1, 1)
+        if step >= lost_copies:
+            builder.kernel(COPY, start + 2, 850, copy)
+        for number in range(200):
+            correlation = builder.launch(start + 10 + 20 * number, 1)
+            if number % 100 // 10 != step or number % 10 >= lost_small:
+                builder.kernel(GEMM, start + 900 + 20 * number, 2, correlation)
+    return builder
+
+
+def test_one_long_kernel_is_much_to_lose(tmp_path: Path):
+    """A launch of 402 is 850 us of 2,500, and was under the hundredth from which a loss was told."""
+    (finding,) = found(copies_and_small_ops(TraceBuilder(), lost_copies=1).write(tmp_path / "a.json"), KIND)
+    assert finding.title == (
+        "1 of 402 launches have no device event: device times are too low by about 0.85 ms, 34.0% of what ran, "
+        "if they took what their like did"
+    )
+    assert (finding.severity, finding.evidence["too_low"]) == ("high", True)
+    assert finding.evidence["launches_timed_by_other_steps"] == 1
+    assert finding.evidence["lost_ms"] == pytest.approx(0.85)
+
+
+def test_many_short_kernels_are_little_to_lose(tmp_path: Path):
+    """A tenth of the launches is a sixtieth of the time, if that."""
+    (finding,) = found(copies_and_small_ops(TraceBuilder(), lost_small=10).write(tmp_path / "a.json"), KIND)
+    assert finding.evidence["launches_without_device_event"] == 40
+    assert finding.evidence["lost_share_of_time"] == pytest.approx(0.08 / 2.5)
+    assert finding.severity == "low"
+
+
+def test_so_little_that_no_printed_figure_changes_hides_no_ratio(tmp_path: Path):
+    (finding,) = found(copies_and_small_ops(TraceBuilder(), lost_small=3).write(tmp_path / "a.json"), KIND)
+    assert finding.evidence["launches_without_device_event"] == 12
+    assert (finding.severity, finding.evidence["too_low"]) == ("low", False)
+
+
+def test_what_no_launch_is_like_is_judged_by_count_and_said_to_be(tmp_path: Path):
+    path = copies_and_small_ops(TraceBuilder(), lost_copies=2, lost_small=3).write(tmp_path / "a.json")
+    (finding,) = found(path, KIND)
+    assert "0.02 ms, 3.0% of what ran, if 12 of them took" in finding.title
+    assert finding.title.endswith("; what the other 2 took is not known, and judged by their number")
+    assert finding.evidence["launches_of_unknown_time"] == 2
+
+    (finding,) = found(steps(lambda b, at: launches(b, at, lost=10)).write(tmp_path / "b.json"), KIND)
+    assert finding.title.endswith("device times are too low; what they took is not known, and judged by their number")
+    assert (finding.severity, finding.evidence["too_low"]) == ("high", True)
 
 
 def test_kernels_that_nothing_launched(tmp_path: Path):
