@@ -18,7 +18,7 @@ RECORDINGS = {
     "fa3-graph-decode": ["whole-pool-copy"],
     "native-graph-decode": ["underfilled-kernel", "small-op-storm"],
     "bf16kv-graph-decode": ["underfilled-kernel"],
-    "shipped-both-stages": ["whole-pool-copy", "whole-pool-copy"],  # of decode and of prefill
+    "shipped-both-stages": ["whole-pool-copy", "whole-pool-copy", "host-bound"],  # copies of decode and of prefill
     "kernel-both-stages": ["underfilled-kernel", "small-op-storm", "host-bound"],
     "fa3-shipped-both-stages": ["whole-pool-copy", "whole-pool-copy", "host-bound"],
     "fa3-kernel-both-stages": ["underfilled-kernel", "small-op-storm", "host-bound"],
