@@ -14,8 +14,8 @@ _PACKAGE = Path(__file__).parents[1]
 _DIRECTORIES = (_PACKAGE / "recordings", _PACKAGE.parent / "traces")
 
 _IN_THE_END = """\
-The prefill step's wall time is the host's: without CUDA graphs it launches each kernel by itself, and launched the same
-ones half as fast in the second recording. What the fix changes is what the device does.
+The prefill step's wall time is the host's: without CUDA graphs it launches each kernel by itself, and the device waits
+for it, before and after. What the fix changes is what the device does.
 On your own server: mla-diag doctor --url http://localhost:30000"""
 
 

@@ -112,8 +112,8 @@ def test_demo_tells_the_story(run: Invoke):
     assert (result.returncode, result.stderr) == (0, "")
     assert "HIGH whole-pool-copy (92.1%)" in result.stdout
     assert "flashinfer_mla_backend.py:616 forward_decode" in result.stdout
-    assert "busy 72.06 to 4.732 ms, 15.2 times as fast; 72.31 to 5.393 ms of device time" in result.stdout
-    assert "busy 84.28 to 21.40 ms, 3.94 times as fast; 84.28 to 29.97 ms of device time" in result.stdout
+    assert "busy 72.07 to 4.585 ms, 15.7 times as fast; 72.33 to 5.219 ms of device time" in result.stdout
+    assert "busy 84.29 to 18.77 ms, 4.49 times as fast; 84.29 to 25.75 ms of device time" in result.stdout
     assert result.stdout.endswith("On your own server: mla-diag doctor --url http://localhost:30000\n")
 
 
