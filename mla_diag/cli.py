@@ -32,6 +32,12 @@ ApiKey = Annotated[
     typer.Option(envvar="MLA_DIAG_API_KEY", show_default=False, help="For servers started with --api-key."),
 ]
 CaFile = Annotated[Path | None, typer.Option(help="Certificate of the authority that signed the server's.")]
+Scheduler = Annotated[
+    str | None,
+    typer.Option(
+        metavar="DASK", help="Read several traces at a time: processes, or a Dask scheduler's tcp://HOST:PORT."
+    ),
+]
 Insecure = Annotated[bool, typer.Option("--insecure", help="Do not check the server's certificate.")]
 
 
@@ -85,10 +91,12 @@ def explain(
         typer.Option(metavar="KIND[:LIMIT]", help="Exit with 1 on such a finding: whole-pool-copy, any:2ms, any:5%."),
     ] = None,
     ignore: Annotated[list[str] | None, typer.Option(metavar="KIND", help="Leave findings of this kind out.")] = None,
+    scheduler: Scheduler = None,
 ) -> None:
     """Rank what a step spends its time on, per stage and rank, from recorded traces.
 
-    Exits with 0, with 1 on a finding that --fail-on names, 2 for wrong options, 3 if a trace could not be read.
+    Exits with 0, with 1 on a finding that --fail-on names, 2 for wrong options, 3 if a trace could not be read, 4 if
+    --scheduler does not do it.
     """
     from mla_diag.commands import common
     from mla_diag.commands import explain as command
@@ -106,6 +114,7 @@ def explain(
         mapping=mapping,
         fail_on=fail_on or (),
         ignore=ignore or (),
+        scheduler=scheduler,
     )
 
 
@@ -228,10 +237,12 @@ def compare(
     fail_on_slower: Annotated[
         str | None, typer.Option(metavar="PERCENT", help="Exit with 1 if a stage's step takes longer by more: 5%.")
     ] = None,
+    scheduler: Scheduler = None,
 ) -> None:
     """Compare two recordings stage by stage: which ops went, came, grew and shrank, and what that saved.
 
-    Exits with 0, with 1 on what --fail-on-slower names, 2 for wrong options, 3 if one of the two could not be read.
+    Exits with 0, with 1 on what --fail-on-slower names, 2 for wrong options, 3 if one of the two could not be read, 4
+    if --scheduler does not do it.
     """
     from mla_diag.commands import common
     from mla_diag.commands import compare as command
@@ -243,6 +254,7 @@ def compare(
         output=output,
         top=top,
         fail_on_slower=fail_on_slower,
+        scheduler=scheduler,
     )
 
 

@@ -57,5 +57,11 @@ class ServerGoneError(ServerError):
     """Nothing listens at a live server's address, or no longer does, and so nothing of ours is left running there."""
 
 
+class WorkersError(MlaDiagError):
+    """The processes or the cluster that traces were to be explained on could not be reached, or did not do it."""
+
+    exit_code = 4
+
+
 class RefusedError(ServerError):
     """A live server refused what was asked, so that it is as it was before."""

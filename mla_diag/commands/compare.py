@@ -25,6 +25,7 @@ def run(
     output: Path | None = None,
     top: int = 10,
     fail_on_slower: str | None = None,
+    scheduler: str | None = None,
 ) -> None:
     """Compare and print or write what changed.
 
@@ -36,7 +37,7 @@ def run(
     """
     limit = None if fail_on_slower is None else _parse_limit(fail_on_slower)
     check_output(output)
-    comparison = compare(_diagnosis(before), _diagnosis(after))
+    comparison = compare(_diagnosis(before, scheduler), _diagnosis(after, scheduler))
     if not comparison.stages:
         raise UsageError(
             f"{before} and {after} have no stage in common: {_stages(comparison.only_before)} against "
@@ -62,7 +63,7 @@ def _judge(comparison: Comparison, limit: float, option: str) -> None:
         raise UnreadableInputError(f"{option} cannot be judged for {_stages(untold)}: {why}")
 
 
-def _diagnosis(given: str | Path) -> Diagnosis:
+def _diagnosis(given: str | Path, scheduler: str | None) -> Diagnosis:
     """A report that `explain --format json` wrote, or what it would say of traces."""
     path = trace_file(given)
     report = read_report(path) if isinstance(path, Path) and path.is_file() else None
@@ -70,7 +71,7 @@ def _diagnosis(given: str | Path) -> Diagnosis:
         return report
     files = find_traces([path])
     with reading_progress(files) as progress:
-        diagnosis = explain(files, progress=progress)
+        diagnosis = explain(files, scheduler=scheduler, progress=progress)
     if diagnosis.unreadable:
         raise UnreadableInputError("\n".join(diagnosis.unreadable))
     return diagnosis

@@ -32,6 +32,7 @@ def run(
     mapping: str | None = None,
     fail_on: Sequence[str] = (),
     ignore: Sequence[str] = (),
+    scheduler: str | None = None,
 ) -> None:
     """Explain the traces and print or write the report.
 
@@ -54,6 +55,7 @@ def run(
             server=server,
             mapping=mapping,
             ignore=ignore,
+            scheduler=scheduler,
             progress=progress,
         )
     with destination(output) as console:

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import glob
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 
 from mla_diag.diagnose.diagnosis import Diagnosis, Finding, StageReport, TraceReport
 from mla_diag.diagnose.mapping import read_reference
-from mla_diag.diagnose.per_trace import Known, explain_trace
+from mla_diag.diagnose.per_trace import FileDiagnosis, Known, explain_file
 from mla_diag.diagnose.rules import CROSS_RULES, KINDS
 from mla_diag.diagnose.saved_report import report_version
 from mla_diag.diagnose.server_info import ServerInfo
 from mla_diag.diagnose.step_spans import Stage
 from mla_diag.diagnose.verdict import check_ignored
+from mla_diag.diagnose.workers import on_workers
 from mla_diag.errors import UnreadableInputError, UsageError
 from mla_diag.trace.decode import read_trace
-from mla_diag.trace.model import Trace
-from mla_diag.trace.rank import Coordinates, parse_rank
+from mla_diag.trace.rank import parse_rank
 from mla_diag.trace.remote import RemoteFile, TraceFile, trace_file, traces_at
 
 Progress = Callable[[TraceFile, int, int], None]
@@ -36,6 +37,7 @@ def explain(
     server: ServerInfo | None = None,
     mapping: str | Path | None = None,
     ignore: Iterable[str] = (),
+    scheduler: str | None = None,
     progress: Progress | None = None,
 ) -> Diagnosis:
     """Say where the steps in some traces spend their time.
@@ -50,12 +52,14 @@ def explain(
         mapping: A trace of the same server that has ops, to name those of graph replays (see
             `mla_diag.diagnose.mapping`).
         ignore: Kinds of finding to leave out, or one.
-        progress: Told how far reading is.
+        scheduler: Explain several files at a time: `processes` of this machine, or a Dask scheduler's address.
+        progress: Told how far reading is, where they are explained one after the other.
 
     Raises:
         UnreadableInputError: Nothing could be explained. If only some paths could not, the diagnosis lists them.
         UsageError: No path is given, a pattern matches nothing, an argument is none of its kind, or the traces hold no
             such stage or rank.
+        WorkersError: What `scheduler` names cannot be reached or does not do it.
     """
     wanted = None if stage is None else _stage(stage)
     if warmup < 0:
@@ -70,20 +74,18 @@ def explain(
     stages: list[StageReport] = []
     findings: list[Finding] = []
     unreadable: list[str] = []
-    for path in find_traces([paths] if isinstance(paths, (str, Path)) else paths):
-        try:
-            read = read_trace(path, frames=sources, progress=None if progress is None else _for_file(progress, path))
-        except UnreadableInputError as error:
-            unreadable.append(str(error))
-            continue
-        for trace in read.by_rank():
-            if of_rank is not None and not _is_of(trace, of_rank):
-                continue
-            try:
-                found = explain_trace(trace, len(traces), known)
-            except UnreadableInputError as error:
-                unreadable.append(str(error))
-                continue
+    files = find_traces([paths] if isinstance(paths, (str, Path)) else paths)
+    explain_one = partial(explain_file, known=known, sources=sources, rank=of_rank)
+    if scheduler is not None:
+        said: Iterable[FileDiagnosis] = on_workers(explain_one, files, scheduler)
+    elif progress is not None:
+        said = (explain_one(file, progress=_for_file(progress, file)) for file in files)
+    else:
+        said = map(explain_one, files)
+    for of_file in said:
+        unreadable += of_file.unreadable
+        for of_trace in of_file.traces:
+            found = of_trace.at(len(traces))
             traces.append(found.summary)
             stages += [entry for entry in found.stages if wanted in (None, entry.stage)]
             findings += found.findings
@@ -112,12 +114,6 @@ def _stage(name: Stage | str) -> Stage:
         return Stage(name)
     except ValueError:
         raise UsageError(f"stage {name}: not one of {', '.join(stage.value for stage in Stage)}") from None
-
-
-def _is_of(trace: Trace, rank: int | Coordinates) -> bool:
-    if isinstance(rank, int):
-        return trace.rank == rank
-    return trace.coordinates is not None and trace.coordinates.within(rank)
 
 
 def find_traces(paths: Iterable[str | TraceFile]) -> list[TraceFile]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import NamedTuple
 
+import msgspec
 import numpy as np
 
 from mla_diag.diagnose.attention import copies_before_attention
@@ -22,8 +24,11 @@ from mla_diag.diagnose.steps import Steps, busy, find_steps
 from mla_diag.diagnose.words import count
 from mla_diag.errors import UnreadableInputError
 from mla_diag.trace.columns import MISSING, NANOS_PER_MS, Ints
+from mla_diag.trace.decode import read_trace
 from mla_diag.trace.link import Links, link
 from mla_diag.trace.model import Trace
+from mla_diag.trace.rank import Coordinates
+from mla_diag.trace.remote import TraceFile
 
 
 class Known(NamedTuple):
@@ -41,19 +46,63 @@ class Known(NamedTuple):
 
 
 class TraceDiagnosis(NamedTuple):
-    """What is said of one rank's trace."""
+    """What is said of one rank's trace, as if it were the only one."""
 
     summary: TraceReport
     stages: list[StageReport]
     findings: list[Finding]
 
+    def at(self, index: int) -> TraceDiagnosis:
+        """The same, of the trace at that place among several."""
+        stages = [msgspec.structs.replace(stage, trace=index) for stage in self.stages]
+        return TraceDiagnosis(
+            self.summary, stages, [msgspec.structs.replace(finding, trace=index) for finding in self.findings]
+        )
 
-def explain_trace(trace: Trace, index: int = 0, known: Known | None = None) -> TraceDiagnosis:
+
+class FileDiagnosis(NamedTuple):
+    """What is said of a file: of each rank in it, and why of the others nothing can be."""
+
+    traces: list[TraceDiagnosis]
+    unreadable: list[str]
+
+
+def explain_file(
+    file: TraceFile,
+    known: Known,
+    *,
+    sources: bool = True,
+    rank: int | Coordinates | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> FileDiagnosis:
+    """Read a file and explain the traces in it; what cannot be read is no error here, as there may be other files.
+
+    Args:
+        file: Where it is.
+        known: What is known beside it.
+        sources: Whether to name the function that launched each op, which takes reading the Python frames.
+        rank: Explain this rank only.
+        progress: Told how many bytes of how many have been read.
+    """
+    try:
+        ranks = read_trace(file, frames=sources, progress=progress).by_rank()
+    except UnreadableInputError as error:
+        return FileDiagnosis([], [str(error)])
+    said = FileDiagnosis([], [])
+    for trace in ranks:
+        if rank is None or _is_of(trace, rank):
+            try:
+                said.traces.append(explain_trace(trace, known))
+            except UnreadableInputError as error:
+                said.unreadable.append(str(error))
+    return said
+
+
+def explain_trace(trace: Trace, known: Known | None = None) -> TraceDiagnosis:
     """Explain one rank's trace.
 
     Args:
         trace: The trace.
-        index: Its place among the traces of a diagnosis.
         known: What is known beside it.
 
     Raises:
@@ -104,7 +153,7 @@ def explain_trace(trace: Trace, index: int = 0, known: Known | None = None) -> T
     pools = _pools(trace, steps, ranked, known.server)
     reports, findings = [], []
     for stage, rows in ranked.items():
-        report = _stage_report(trace, steps, stage, index, [row.op for row in rows])
+        report = _stage_report(trace, steps, stage, [row.op for row in rows])
         case = StageCase(trace, links, steps, report, rows, gpu, pools, known.server)
         findings += [finding for rule in RULES.values() for finding in rule(case)]
         reports.append(report)
@@ -132,7 +181,7 @@ def _pools(trace: Trace, steps: Steps, ranked: dict[Stage, list[RankedOp]], serv
     return [copied]
 
 
-def _stage_report(trace: Trace, steps: Steps, stage: Stage, index: int, ops: list[Op]) -> StageReport:
+def _stage_report(trace: Trace, steps: Steps, stage: Stage, ops: list[Op]) -> StageReport:
     events, chosen = trace.device_events, steps.of(stage)
     count = len(chosen)
     inside = [steps.events.get(step, np.empty(0, np.int64)) for step in chosen.tolist()]
@@ -140,7 +189,7 @@ def _stage_report(trace: Trace, steps: Steps, stage: Stage, index: int, ops: lis
     union = sum(busy(events.start[rows], events.end[rows]) for rows in inside)
     return StageReport(
         stage=stage,
-        trace=index,
+        trace=0,
         rank=trace.rank,
         steps=count,
         steps_left_out=len(steps.all_of(stage)) - count,
@@ -170,3 +219,9 @@ def _wall(trace: Trace, steps: Steps, chosen: Ints) -> float:
     spans = [first[step + 1] - first[step] for step in chosen.tolist() if step in first and step + 1 in first]
     spans = spans or [last[step] - first[step] for step in chosen.tolist() if step in first]
     return float(np.median(spans)) if spans else 0.0
+
+
+def _is_of(trace: Trace, rank: int | Coordinates) -> bool:
+    if isinstance(rank, int):
+        return trace.rank == rank
+    return trace.coordinates is not None and trace.coordinates.within(rank)
