@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import os
+import signal
+import subprocess
 import sys
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,6 +19,8 @@ from mla_diag.diagnose import workers
 from mla_diag.errors import UsageError, WorkersError
 from tests.commands.invoke import Invoke
 from tests.trace_builder import TraceBuilder
+
+pytestmark = pytest.mark.filterwarnings("ignore:Port .* is already in use")
 
 
 def cluster_of(n_workers: int) -> LocalCluster:
@@ -70,11 +76,12 @@ def test_a_scheduler_that_does_not_answer(monkeypatch: pytest.MonkeyPatch):
         workers.on_workers(str, [1], "tcp://127.0.0.1:1")
 
 
-@pytest.mark.parametrize("address", ["gpu1", "http://gpu1:8786", "tcp://gpu1:port"])
-def test_what_is_no_address(run: Invoke, ranks: Path, address: str):
-    result = run("explain", ranks, "--scheduler", address)
+@pytest.mark.parametrize("given", ["gpu1", "http://gpu1:8786", "tcp://gpu1:port", "processes:", "processes:-1"])
+def test_what_is_neither(run: Invoke, ranks: Path, given: str):
+    result = run("explain", ranks, "--scheduler", given)
     assert (result.returncode, len(result.stderr.splitlines())) == (2, 1)
-    assert result.stderr.endswith("write processes, or tcp://HOST:PORT\n")
+    assert f"--scheduler {given}: " in result.stderr
+    assert "; write processes, or " in result.stderr
 
 
 def test_a_cluster_without_workers_is_not_waited_for():
@@ -105,17 +112,68 @@ def fail(_: int) -> None:
 
 
 def test_a_worker_that_fails_is_one_line(cluster: str):
-    with pytest.raises(WorkersError, match=r"^--scheduler \S+: a worker failed: no room$"):
+    with pytest.raises(WorkersError, match=r"^--scheduler \S+: the work failed: no room$"):
         workers.on_workers(fail, [1], cluster)
 
 
+def test_workers_that_go_are_not_waited_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.setattr(workers, "_SECONDS_BETWEEN_LOOKS", 0.2)
+    with cluster_of(0) as scheduler:
+        command = [sys.executable, "-m", "dask", "worker", scheduler.scheduler_address, "--no-nanny", "--no-dashboard"]
+        with subprocess.Popen([*command, "--local-directory", tmp_path], stderr=subprocess.DEVNULL) as worker:
+            scheduler.wait_for_workers(1, timeout=60)
+            threading.Timer(0.5, worker.kill).start()
+            with pytest.raises(WorkersError, match="its workers have gone"):
+                workers.on_workers(time.sleep, [300], scheduler.scheduler_address)
+
+
 def test_a_process_that_is_killed_is_one_line():
-    with pytest.raises(WorkersError, match=r"^--scheduler processes: a process was ended .*DASK_NUM_WORKERS=2$"):
-        workers.on_workers(os._exit, [9], "processes")
+    with pytest.raises(WorkersError, match=r"^a process was ended, .* --scheduler processes:1$"):
+        workers.on_workers(os._exit, [9], "processes:3")
 
 
-@pytest.mark.parametrize(("scheduler", "package"), [("processes", "dask"), ("tcp://gpu1:8786", "distributed")])
-def test_dask_is_an_extra(monkeypatch: pytest.MonkeyPatch, scheduler: str, package: str):
-    monkeypatch.setitem(sys.modules, package, None)
+def parent_and_sleep(path: Path) -> None:
+    (path / str(os.getpid())).touch()
+    time.sleep(300)
+
+
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("terminal", [True, False], ids=["all of the terminal", "this process"])
+def test_no_process_and_no_traceback_is_left(tmp_path: Path, how: signal.Signals, terminal: bool):
+    code = (
+        "from pathlib import Path\nfrom mla_diag.diagnose.workers import on_workers\n"
+        "from tests.diagnose.test_workers import parent_and_sleep\n"
+        f"if __name__ == '__main__': on_workers(parent_and_sleep, [Path({str(tmp_path)!r})] * 9, 'processes:2')\n"
+    )
+    (tmp_path / "main.py").write_text(code)
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, [str(Path.cwd()), *sys.path]))}
+    with subprocess.Popen(
+        [sys.executable, tmp_path / "main.py"], env=environment, stderr=subprocess.PIPE, start_new_session=True
+    ) as parent:
+        while len(list(tmp_path.iterdir())) < 3:
+            time.sleep(0.05)
+        children = [int(path.name) for path in tmp_path.iterdir() if path.name.isdigit()]
+        (os.killpg if terminal else os.kill)(parent.pid, how)
+        for child in children:
+            for _ in range(200):
+                if not alive(child):
+                    break
+                time.sleep(0.05)
+            assert not alive(child)
+        _, said = parent.communicate(timeout=20)
+    assert said.count(b"Traceback") <= (how == signal.SIGINT)  # the parent's own, where no command catches it
+
+
+def alive(process: int) -> bool:
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def test_dask_is_an_extra(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, "distributed", None)
     with pytest.raises(UsageError, match=r"pip install 'mla-diag\[cluster\]'"):
-        workers.on_workers(str, [1], scheduler)
+        workers.on_workers(str, [1], "tcp://gpu1:8786")
+    assert workers.on_workers(str, [1], "processes") == ["1"]
+    assert workers.on_workers(str, [], "processes") == []
