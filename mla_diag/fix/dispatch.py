@@ -152,13 +152,11 @@ def kv_for_wrapper(pool: torch.Tensor, dtype: torch.dtype, wrapper: Any) -> torc
     Returns:
         The pool itself for kernel and native; for gather [n, 1, 576] in `dtype`, the rows that the plan was made for.
     """
-    if pool.dtype == dtype:
-        return pool
     planned = _planned(wrapper)
-    if planned.strategy in ("kernel", "native") and pool.dtype == torch.float8_e4m3fn:
-        return pool
-    if planned.pages is not None:
+    if planned.pages is not None:  # whatever the dtype: the plan's indices are those of its rows
         return _rows(pool.unflatten(0, (-1, planned.page_size)), planned.pages, dtype).flatten(0, 1)
+    if pool.dtype == dtype or (planned.strategy in ("kernel", "native") and pool.dtype == torch.float8_e4m3fn):
+        return pool
     return _cast(pool, dtype, planned.why or f"the wrapper was planned for {dtype}")
 
 
@@ -255,15 +253,14 @@ def flash_attn_with_kvcache(
     if k_cache.dtype == q.dtype:
         return attend(q=q, k_cache=k_cache, v_cache=v_cache, **options)
     pool = _joined(v_cache, k_cache)
-    strategy, why = _paged_strategy(pool, q.dtype)
-    refusal = _call_refusal(options)
-    if strategy == "kernel" and refusal is None:
+    strategy, why = _paged_strategy(pool, q.dtype, options)
+    if strategy == "kernel":
         return _attend_kernel(q, pool, options)
-    if strategy == "gather" and options.get("page_table") is not None:
+    if strategy == "gather":
         pool, table = _gather_pages(pool, q.dtype, options["page_table"], options["cache_seqlens"])
         options = options | {"page_table": table}
     else:
-        pool = _cast(pool, q.dtype, why or f"{strategy}: {refusal or 'there is no page table'}")
+        pool = _cast(pool, q.dtype, why)
     return attend(q=q, k_cache=pool[..., _LATENT:], v_cache=pool[..., :_LATENT], **options)
 
 
@@ -291,8 +288,11 @@ def _call_refusal(options: dict[str, Any]) -> str | None:
         return f"the call has no {', '.join(missing)}"
     if options.get("softcap"):
         return "it has no logit cap"
-    if tuple(options.get("window_size", (-1, -1))) != (-1, -1):
+    if tuple(options.get("window_size") or (-1, -1)) != (-1, -1):
         return "it has no sliding window"
+    # Of FlashAttention-3 SGLang asks this with --enable-deterministic-inference; of 4 always, which has no such choice.
+    if options.get("num_splits") == 1 and options.get("ver") != 4:
+        return "it splits keys by what the batch holds, and this server wants the same result in every batch"
     others = options.keys() - _FLASH_NEEDED - _FLASH_HARMLESS
     unknown = sorted(name for name in others if options[name] is not None and options[name] is not False)
     return f"it has no {', '.join(unknown)}" if unknown else None
@@ -356,14 +356,18 @@ def _rows(pool: torch.Tensor, pages: torch.Tensor, dtype: torch.dtype) -> torch.
     return pool.view(torch.uint8).index_select(0, pages.long()).view(pool.dtype).to(dtype)
 
 
-def _paged_strategy(pool: torch.Tensor, dtype: torch.dtype) -> tuple[str, str]:
+def _paged_strategy(pool: torch.Tensor, dtype: torch.dtype, options: dict[str, Any] | None = None) -> tuple[str, str]:
+    """The first strategy that can read the pool, for a call of FlashAttention if its options are given; and why not."""
     reasons = []
     for strategy in _strategies():
         if strategy == "kernel":
-            refusal = _kernel_refusal(pool.device, pool.dtype, dtype, (pool.shape[-1] - _ROPE, _ROPE))
+            refusal = None if options is None else _call_refusal(options)
+            refusal = refusal or _kernel_refusal(pool.device, pool.dtype, dtype, (pool.shape[-1] - _ROPE, _ROPE))
         elif strategy == "gather":
             capturing = pool.is_cuda and torch.cuda.is_current_stream_capturing()
             refusal = "CUDA graphs replay with a page table that it cannot rewrite" if capturing else None
+            if options is not None and options.get("page_table") is None:
+                refusal = "there is no page table"
         elif strategy == "native":
             refusal = "FlashAttention has no kernel for an FP8 pool and a 16-bit query"
         else:
@@ -418,7 +422,8 @@ def _planned(wrapper: Any) -> _Plan:
 
 
 def _is_fp8(dtype: torch.dtype) -> bool:
-    return bool(dtype.is_floating_point and dtype.itemsize == 1)
+    # Not by its size: an FP4 pool's is a byte too, and SGLang hands it out dequantised.
+    return str(dtype).startswith("torch.float8_")
 
 
 def _joined(latent: torch.Tensor, rope: torch.Tensor) -> torch.Tensor:

@@ -223,6 +223,34 @@ def test_bf16_pool_is_left_alone_without_a_word(sglang: Any, caplog: pytest.LogC
     assert patched.mla_fp8_dispatch.kv_for_wrapper(pool, BF16, wrapper) is pool
 
 
+@pytest.mark.skipif(not hasattr(torch, "float4_e2m1fn_x2"), reason="this torch has no FP4")
+@pytest.mark.parametrize("strategy", ["auto", "gather"])
+def test_fp4_pool_that_is_handed_out_in_bf16_is_left_alone(sglang: Any, strategy: str) -> None:
+    """SGLang's MLATokenToKVPoolFP4 dequantises the whole pool in get_key_buffer: no row may be taken for another."""
+    pool, batch = pool_of(BF16), csr_batch([7, 1, 33])
+
+    def run(strategy: str | None) -> Any:
+        chosen = sglang(strategy)
+        model = runner(pool)
+        model.kv_cache_dtype = torch.float4_e2m1fn_x2
+        backend = chosen.flashinfer_mla_backend.FlashInferMLAAttnBackend(model, chosen.reference.Wrapper)
+        backend.init_forward_metadata(batch)
+        return backend.forward_decode(batch.q, None, None, LAYER, batch)
+
+    assert all(torch.equal(one, other) for one, other in zip(run(None), run(strategy), strict=True))
+
+
+def test_a_plan_over_gathered_rows_holds_for_a_buffer_of_another_dtype(sglang: Any) -> None:
+    pool, batch = pool_of(), csr_batch([7, 1, 33])
+    shipped = run_csr(sglang(None), "Wrapper", pool.to(BF16), batch)
+    chosen, model = sglang("gather"), runner(pool.to(BF16))
+    model.kv_cache_dtype = E4M3
+    backend = chosen.flashinfer_mla_backend.FlashInferMLAAttnBackend(model, chosen.reference.Wrapper)
+    backend.init_forward_metadata(batch)
+    out = backend.forward_decode(batch.q, None, None, LAYER, batch)
+    assert all(torch.equal(one, other) for one, other in zip(shipped, out, strict=True))
+
+
 def test_environment_turns_the_fix_off(sglang: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     patched, pool, batch = sglang("native"), pool_of(), csr_batch([7])
     monkeypatch.setenv("MLA_FP8_STRATEGY", "cast")
@@ -351,6 +379,8 @@ REFUSED = {
     "sinks": ({"sinks": torch.ones(1)}, "no sinks"),
     "what a later release adds": ({"rel_bias": torch.ones(1)}, "no rel_bias"),
     "no page table": ({"page_table": None}, "the call has no page_table"),
+    "one split, of --enable-deterministic-inference": ({"num_splits": 1, "ver": 3}, "the same result in every batch"),
+    "one split, in releases without a choice of kernels": ({"num_splits": 1}, "the same result in every batch"),
 }
 
 
@@ -362,6 +392,12 @@ def test_kernel_refuses_a_call_with(sglang: Any, options: dict[str, Any], why: s
 def test_kernel_takes_the_call_that_sglang_makes(sglang: Any) -> None:
     options = {"softcap": 0.0, "window_size": (-1, -1), "k_descale": None, "v_descale": None, "num_splits": 0, "ver": 3}
     options |= {"cu_seqlens_k_new": torch.ones(1), "max_seqlen_q": 1, "return_softmax_lse": True}
+    assert sglang("auto").mla_fp8_dispatch._call_refusal(CALL | options) is None
+
+
+@pytest.mark.parametrize("options", [{"num_splits": 1, "ver": 4}, {"window_size": None}], ids=str)
+def test_kernel_takes_what_asks_nothing_of_it(sglang: Any, options: dict[str, Any]) -> None:
+    """FlashAttention 4 is always told to make one split."""
     assert sglang("auto").mla_fp8_dispatch._call_refusal(CALL | options) is None
 
 
@@ -394,6 +430,28 @@ def test_kernel_agrees_with_the_cast(sglang: Any, batch: SimpleNamespace) -> Non
     read = run_csr(sglang("kernel"), "Wrapper", pool, batch)
     for one, other in zip(shipped, read, strict=True):
         torch.testing.assert_close(one.float(), other.float(), atol=2e-2, rtol=2e-2)
+
+
+@interpreted
+def test_a_call_that_the_kernel_refuses_is_gathered(sglang: Any, caplog: pytest.LogCaptureFixture) -> None:
+    patched, batch = sglang("auto"), page_batch([9, 6], 4)
+    metadata, pool = batch.metadata, pool_of().view(-1, 4, 1, 576)
+    told = []
+
+    def attend(*, num_splits: int, **options: Any) -> Any:
+        told.append(num_splits)
+        return patched.reference.flash_attn_with_kvcache(**options)
+
+    def read(pool: torch.Tensor) -> torch.Tensor:
+        return patched.mla_fp8_dispatch.flash_attn_with_kvcache(
+            attend, q=batch.q[..., 512:], qv=batch.q[..., :512], k_cache=pool[..., 512:], v_cache=pool[..., :512],
+            page_table=metadata.page_table.clamp(max=ROWS // 4 - 1), cache_seqlens=metadata.cache_seqlens_int32,
+            cu_seqlens_q=metadata.cu_seqlens_q, softmax_scale=SCALE, num_splits=1,
+        )  # fmt: skip
+
+    with caplog.at_level(logging.WARNING):
+        assert torch.equal(read(pool), read(pool.to(BF16)))
+    assert (told, caplog.records) == ([1, 1], [])
 
 
 @interpreted
