@@ -98,7 +98,7 @@ def find_lost_launches(trace: Trace, links: Links, spans: StepSpans) -> LostLaun
         links: Its links.
         spans: Where its steps are.
     """
-    launch = np.flatnonzero(work_launches(trace) & ~captured_launches(trace))
+    launch = np.flatnonzero(work_launches(trace) & ~captured_launches(trace, links))
     lost = ~np.isin(launch, links.launch)
     nanoseconds, by_step = np.full(len(launch), np.nan), np.zeros(len(launch), bool)
     if lost.any():

@@ -128,7 +128,7 @@ def _complete(trace: Trace, links: Links, spans: StepSpans, inside: Ints) -> NDA
     step of the same name, by whose device events of graph launches it is measured too. In a trace that is cut off the
     calls are missing as well, so there a step also needs as many device events as its like, and one launched after it.
     """
-    running = work_launches(trace) & ~captured_launches(trace)
+    running = work_launches(trace) & ~captured_launches(trace, links)
     made, found = _calls_in_steps(trace, links, spans, running)
     work_share = np.where(made, found / np.maximum(made, 1), 1.0)
     complete: NDArray[np.bool_] = work_share >= COMPLETE_SHARE * work_share[made > 0].max(initial=0.0)

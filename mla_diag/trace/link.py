@@ -110,18 +110,33 @@ def work_launches(trace: Trace) -> NDArray[np.bool_]:
     return kernel_launches(trace) | graph_launches(trace)
 
 
-def captured_launches(trace: Trace) -> NDArray[np.bool_]:
+def captured_launches(trace: Trace, links: Links) -> NDArray[np.bool_]:
     """Whether each launch was made while a graph was captured: it runs when that is replayed, not then.
 
-    On whichever thread: autograd launches from a thread of its own into the stream that another one captures.
+    On whichever thread: autograd launches from a thread of its own into the stream that another one captures. Where a
+    capture's beginning or end is missing, because the trace began or ended in it or the profiler lost it, the capture
+    reaches as far as launches led to nothing.
     """
-    launches, begins, ends = trace.launches, _calls(trace, _CAPTURE_BEGINS), _calls(trace, _CAPTURE_ENDS)
-    captured = np.zeros(len(launches), bool)
-    if begins.any() or ends.any():
-        ordered = np.argsort(launches.start, kind="stable")
-        captures = np.cumsum(begins[ordered].astype(np.int64) - ends[ordered])
-        # An end without a beginning is of a capture that was under way when the trace began.
-        captured[ordered] = captures > min(captures.min(), 0)
+    begins, ends = _calls(trace, _CAPTURE_BEGINS), _calls(trace, _CAPTURE_ENDS)
+    captured = np.zeros(len(begins), bool)
+    if not (begins.any() or ends.any()):
+        return captured
+    ordered = np.argsort(trace.launches.start, kind="stable")
+    ran = np.flatnonzero(np.isin(ordered, links.launch))  # these and the following are places in that order
+    within = np.zeros(len(ordered), bool)
+    begun: list[int] = []
+    for place in np.flatnonzero((begins | ends)[ordered]).tolist():
+        if begins[ordered[place]]:
+            begun.append(place)
+        elif begun:
+            within[begun.pop() : place] = True
+        else:
+            before = ran[: np.searchsorted(ran, place)]
+            within[before[-1] + 1 if len(before) else 0 : place] = True
+    for place in begun:
+        after = ran[np.searchsorted(ran, place) :]
+        within[place : after[0] if len(after) else None] = True
+    captured[ordered] = within
     return captured
 
 

@@ -189,10 +189,14 @@ def captured(tmp_path, *calls: tuple[str, tuple[int, int]]) -> list[bool]:
     """Which of some calls, each by its name and thread, are made while a graph is captured."""
     builder = TraceBuilder()
     for number, (name, thread) in enumerate(calls):
-        builder.launch(10 * number, name=name, thread=thread)
-    return captured_launches(read(tmp_path, builder)).tolist()
+        launch = builder.launch(10 * number, name=name.removesuffix(RAN), thread=thread)
+        if name.endswith(RAN):
+            builder.kernel("gemm", 10 * number + 5, 1, launch)
+    trace = read(tmp_path, builder)
+    return captured_launches(trace, link(trace)).tolist()
 
 
+RAN = ", which led to a kernel"
 BEGIN, KERNEL, END = "cudaStreamBeginCapture", "cudaLaunchKernel", "cudaStreamEndCapture"
 
 
@@ -205,3 +209,23 @@ def test_a_capture_lasts_from_its_beginning_to_its_end_on_every_thread(tmp_path)
 def test_a_capture_that_was_under_way_when_the_trace_began(tmp_path):
     calls = [(name, THREAD_A) for name in (KERNEL, END, KERNEL, BEGIN, KERNEL)]
     assert captured(tmp_path, *calls)[::2] == [True, False, True]
+
+
+def test_a_capture_whose_other_end_is_missing_holds_no_launch_that_ran(tmp_path):
+    """One lost call made all launches of the trace captured ones, and none of them lost."""
+    ran = KERNEL + RAN
+    end = [(name, THREAD_A) for name in (KERNEL, ran, KERNEL, END, KERNEL)]
+    assert captured(tmp_path, *end) == [False, False, True, False, False]
+    begin = [(name, THREAD_A) for name in (KERNEL, BEGIN, KERNEL, ran, KERNEL)]
+    assert captured(tmp_path, *begin)[2:] == [True, False, False]
+
+
+def test_captures_within_and_beside_each_other(tmp_path):
+    calls = [(BEGIN, THREAD_A), (BEGIN, THREAD_B), (KERNEL, THREAD_B), (END, THREAD_A), (KERNEL, THREAD_B)]
+    calls += [(END, THREAD_B), (KERNEL, THREAD_A), (BEGIN, THREAD_A), (END, THREAD_A), (KERNEL, THREAD_A)]
+    assert [flag for flag, (name, _) in zip(captured(tmp_path, *calls), calls, strict=True) if name == KERNEL] == [
+        True,
+        True,
+        False,
+        False,
+    ]

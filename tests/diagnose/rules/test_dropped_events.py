@@ -103,8 +103,10 @@ def test_launches_into_a_graph_that_is_captured_run_later(tmp_path: Path, mark: 
     """Also where the capture ends after the trace, or began before it."""
 
     def fill(builder: TraceBuilder, start: float) -> None:
-        builder.launch(start + (1 if "Begin" in mark else 3_000), 1, name=mark)
-        launches(builder, start, lost=90)
+        begins = "Begin" in mark
+        launches(builder, start, lost=0 if begins else 100)
+        builder.launch(start + 3_000, 1, name=mark)
+        launches(builder, start + 3_010, lost=100 if begins else 0)
 
     assert not found(steps(fill, count=1).write(tmp_path / "a.json"), KIND)
 
@@ -123,6 +125,19 @@ def test_a_capture_hides_no_loss_outside_it(tmp_path: Path):
     assert finding.evidence["launches"] == 2 * (100 + 1)
     assert finding.evidence["launches_without_device_event"] == 2 * (30 + 1)
     assert finding.evidence["empty_graph_replays"] == 2
+
+
+@pytest.mark.parametrize("mark", ["cudaStreamBeginCapture", "cudaStreamEndCapture"])
+def test_half_a_capture_hides_no_loss(tmp_path: Path, mark: str):
+    """The profiler lost the other half: six steps, three of which lost all their kernels, had no launch to lose."""
+    builder = TraceBuilder()
+    for number in range(6):
+        at = 10_000 * number
+        builder.span("step[DECODE bs=1]", at, 9_000)
+        launches(builder, at, lost=100 * (number % 2))
+    builder.launch(5 if "Begin" in mark else 59_000, 1, name=mark)
+    (finding,) = found(builder.write(tmp_path / "a.json"), KIND)
+    assert finding.evidence["launches_without_device_event"] >= 200
 
 
 def test_a_step_that_lacks_what_its_like_have(tmp_path: Path):
