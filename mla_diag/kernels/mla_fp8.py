@@ -218,6 +218,9 @@ def mla_fp8(
     Raises:
         ValueError: shapes, dtypes or the combination of arguments do not fit.
     """
+    for name, tensor in (("pool", pool), ("kv_indices", kv_indices), ("page_table", page_table), ("out", out)):
+        if tensor is not None and tensor.device != query.device:
+            raise ValueError(f"{name} is on {tensor.device}, not on {query.device}")
     query, query_rope = _split_query(query, query_rope, latent)
     rope = query_rope.shape[-1]
     tokens, heads, _ = query.shape

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 _PROGRAMMATIC_STREAM_SERIALIZATION = 6  # CUlaunchAttributeID
 _MAX_DYNAMIC_SHARED_SIZE_BYTES = 8  # CUfunction_attribute
+_INVALID_CONTEXT = 201  # CUresult
 
 
 class CudaError(RuntimeError):
@@ -207,7 +208,8 @@ class Module:
 
     def __init__(self, cubin: bytes) -> None:
         self._driver = ctypes.CDLL("libcuda.so.1")
-        self._handle = ctypes.c_void_p()
+        self._handle, self._context = ctypes.c_void_p(), ctypes.c_void_p()
+        self._check(self._driver.cuCtxGetCurrent(ctypes.byref(self._context)), "load")
         self._check(self._driver.cuModuleLoadData(ctypes.byref(self._handle), cubin), "load")
 
     def kernel(self, name: str, shared_bytes: int = 0) -> Kernel:
@@ -217,6 +219,15 @@ class Module:
         setting = self._driver.cuFuncSetAttribute(function, _MAX_DYNAMIC_SHARED_SIZE_BYTES, shared_bytes)
         self._check(setting, name)
         return Kernel(self, function, name, shared_bytes)
+
+    def launch(self, config: _Config, function: ctypes.c_void_p, arguments: ctypes.Array[ctypes.c_void_p]) -> int:
+        """Put a kernel of this module on a stream, and return the driver's status."""
+        launch = self._driver.cuLaunchKernelEx
+        status: int = launch(ctypes.byref(config), function, arguments, None)
+        if status == _INVALID_CONTEXT:  # a thread's that has not used the device: torch gives it one when it has to
+            self._driver.cuCtxSetCurrent(self._context)
+            status = launch(ctypes.byref(config), function, arguments, None)
+        return status
 
     def _check(self, status: int, what: str) -> None:
         if status:
@@ -248,5 +259,4 @@ class Kernel:
         """
         config = _config(grid, threads, self._shared_bytes, stream, overlap)
         arguments = _Arguments(ctypes.addressof(params))
-        status = self._module._driver.cuLaunchKernelEx(ctypes.byref(config), self._function, arguments, None)
-        self._module._check(status, self._name)
+        self._module._check(self._module.launch(config, self._function, arguments), self._name)

@@ -237,6 +237,9 @@ def mla_fp8_sm90(
         CudaError: the kernel cannot be built or launched here.
     """
     device, params = query.device, _Params()
+    _check_device(
+        device, query_rope=query_rope, pool=pool, page_table=page_table, out=out, lse=lse, workspace=workspace
+    )
     tokens, heads = _set_query(params, query, query_rope)
     lens = kv_lens is not None
     batch = _set_pages(params, device, kv_indptr, kv_indices, page_table, lens=lens, page_size=page_size)
@@ -332,6 +335,12 @@ def _index(device: torch.device | int | None) -> int:
     return int(torch.cuda.current_device() if index is None else index)
 
 
+def _check_device(device: torch.device, **tensors: torch.Tensor | None) -> None:
+    for name, tensor in tensors.items():
+        if tensor is not None and tensor.device != device:
+            raise ValueError(f"{name} is on {tensor.device}, not on {device}")
+
+
 # Each of these checks a part of a call and sets the parameters that come of it. An eager prefill waits for the host in
 # every layer: so an attribute of a tensor is read once, and a complaint is put together only when there is one.
 
@@ -419,8 +428,7 @@ def _numbers(name: str, tensor: torch.Tensor | None, device: torch.device, least
         return None
     if tensor.dtype != torch.int32 or not tensor.is_contiguous():
         raise ValueError(f"{name} must be contiguous int32")
-    if tensor.device != device:
-        raise ValueError(f"{name} is on {tensor.device}, not on {device}")
+    _check_device(device, **{name: tensor})
     if tensor.numel() < least:
         raise ValueError(f"{name} must have {least} elements")
     address: int = tensor.data_ptr()

@@ -200,3 +200,10 @@ def test_arguments_that_do_not_fit(change, message):
         )
     with pytest.raises(ValueError, match=message):
         mla_fp8(sm_scale=SM_SCALE, **arguments | change)
+
+
+def test_a_pool_on_another_device_is_refused():
+    query, indptr = torch.zeros(1, 4, 576, dtype=torch.bfloat16), torch.tensor([0, 3], dtype=torch.int32)
+    pool = torch.zeros(8, 576, dtype=torch.uint8, device="meta")
+    with pytest.raises(ValueError, match="pool is on meta, not on cpu"):
+        mla_fp8(query, pool, sm_scale=SM_SCALE, kv_indptr=indptr, kv_indices=indptr)

@@ -98,6 +98,7 @@ class Driver:
 
     threads: int = 1
     status: int = 0
+    context: int | None = 99  # the current one
     launches: list[tuple[object, ...]] = field(default_factory=list)
 
     def kernel(self, shared_bytes: int = 0) -> cuda.Kernel:
@@ -106,6 +107,8 @@ class Driver:
 
         def launch(config: object, _function: int, arguments: object, _extra: int) -> int:
             barrier.wait(timeout=10)
+            if self.context is None:
+                return 201
             shape = config.contents  # type: ignore[attr-defined]
             early = [
                 (shape.attributes[place].id, shape.attributes[place].value) for place in range(shape.attribute_count)
@@ -120,8 +123,22 @@ class Driver:
         pointers = ctypes.POINTER(cuda._Config), ctypes.c_void_p, ctypes.POINTER(ctypes.c_void_p), ctypes.c_void_p
         module = cuda.Module.__new__(cuda.Module)
         entry = ctypes.CFUNCTYPE(ctypes.c_int, *pointers)(launch)
-        module._driver = SimpleNamespace(cuLaunchKernelEx=entry, cuGetErrorString=explain)  # type: ignore[assignment]
+        module._driver = SimpleNamespace(  # type: ignore[assignment]
+            cuLaunchKernelEx=entry, cuGetErrorString=explain, cuCtxSetCurrent=self.set_context
+        )
+        module._context = ctypes.c_void_p(99)
         return cuda.Kernel(module, ctypes.c_void_p(1), "attend", shared_bytes)
+
+    def set_context(self, context: ctypes.c_void_p) -> int:
+        self.context = context.value
+        return 0
+
+
+def test_a_thread_without_a_context_gets_the_modules() -> None:
+    """As in triton-lang/triton#3729: torch makes a thread's only when it has to."""
+    driver = Driver(context=None)
+    driver.kernel().launch((1, 1, 1), 32, 7, Number(5))
+    assert (driver.context, [launch[-1] for launch in driver.launches]) == (99, [5])
 
 
 def test_each_launch_has_its_own_shape_stream_and_parameters() -> None:
