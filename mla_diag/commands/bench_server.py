@@ -92,6 +92,7 @@ def plan_of(shapes: Sequence[str], new_tokens: int, repeats: int, warmup: int) -
     return Plan(rows or ROWS, new_tokens, repeats, warmup)
 
 
+@ended_by_signals()
 def run(
     serve: str | None,
     url: str | None,
@@ -169,7 +170,7 @@ def measure_served(command_line: str, options: Options, *, api_key: str | None =
         raise UsageError(f"{out}: cannot be used: {error.strerror}; give another --out") from error
     if taken:
         raise UsageError(f"{out}: holds another benchmark; give another --out")
-    with ended_by_signals(), _reported(bench, options):
+    with _reported(bench, options):
         before = _visit(command, options, bench, out / "before", api_key)
         if installation is None:
             return

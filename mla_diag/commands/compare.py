@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 from mla_diag.commands.common import Format, check_output, destination, reading_progress
+from mla_diag.commands.signals import ended_by_signals
 from mla_diag.diagnose.compare import Comparison, compare
 from mla_diag.diagnose.diagnosis import Diagnosis
 from mla_diag.diagnose.explain import explain, find_traces
@@ -17,6 +18,7 @@ from mla_diag.report.json import render_json
 from mla_diag.trace.remote import trace_file
 
 
+@ended_by_signals()
 def run(
     before: str | Path,
     after: str | Path,

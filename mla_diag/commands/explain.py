@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from mla_diag.commands.common import Format, check_output, destination, reading_progress
+from mla_diag.commands.signals import ended_by_signals
 from mla_diag.diagnose.diagnosis import Diagnosis
 from mla_diag.diagnose.explain import explain, find_traces
 from mla_diag.diagnose.rules import KINDS
@@ -18,6 +19,7 @@ from mla_diag.report.terminal import print_report
 from mla_diag.report.visible import visible
 
 
+@ended_by_signals()
 def run(
     paths: Sequence[str | Path],
     *,

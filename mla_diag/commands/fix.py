@@ -8,6 +8,7 @@ from pathlib import Path
 from rich.console import Console
 
 from mla_diag.commands.common import Format, plain_console
+from mla_diag.commands.signals import ended_by_signals
 from mla_diag.commands.strategies import measure_strategies
 from mla_diag.errors import MlaDiagError, UsageError
 from mla_diag.fix import patch
@@ -30,6 +31,7 @@ class NotFixedError(MlaDiagError):
     """`--verify` found a cast of the whole pool, or dtypes that do not agree."""
 
 
+@ended_by_signals()
 def run(
     *,
     apply: bool = False,

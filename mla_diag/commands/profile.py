@@ -17,6 +17,7 @@ import msgspec
 from mla_diag.commands.common import plain_console
 from mla_diag.commands.explain import fail_on_findings
 from mla_diag.commands.progress import Progress
+from mla_diag.commands.signals import ended_by_signals
 from mla_diag.diagnose.diagnosis import Diagnosis
 from mla_diag.diagnose.explain import explain
 from mla_diag.diagnose.gpu import gpu_named
@@ -135,6 +136,7 @@ def parse_stages(text: str) -> frozenset[Stage]:
     return found
 
 
+@ended_by_signals()
 def run(
     url: str,
     options: Options,

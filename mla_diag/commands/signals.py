@@ -12,7 +12,10 @@ _ENDED_BY = (signal.SIGTERM, signal.SIGHUP)
 
 @contextmanager
 def ended_by_signals() -> Iterator[None]:
-    """Have SIGTERM and SIGHUP end this process as Ctrl-C does, so that what it started ends with it."""
+    """Have SIGTERM and SIGHUP end this process as Ctrl-C does, so that what it started ends with it.
+
+    Not for what runs kernels in this process: one that hangs would hold off every handler, and these signals with it.
+    """
 
     def leave(number: int, _: FrameType | None) -> None:
         for each in _ENDED_BY:

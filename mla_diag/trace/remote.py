@@ -63,10 +63,11 @@ class RemoteFile:
             RemoteError: It cannot be fetched.
             OSError: There is no room for it here.
         """
-        with tempfile.NamedTemporaryFile(prefix="mla-diag-") as file:
-            self.fetch(Path(file.name))
-            # By its name, because fetching may have put another file under it.
-            return Path(file.name).open(mode)
+        # A directory, because that goes with the process also where a thread is left in the middle of fetching.
+        with tempfile.TemporaryDirectory(prefix="mla-diag-") as folder:
+            file = Path(folder, "trace")
+            self.fetch(file)
+            return file.open(mode)
 
     def fetch(self, target: Path) -> None:
         """Copy it into a local file.

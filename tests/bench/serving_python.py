@@ -11,6 +11,8 @@ ANSWERS = """
     import json, os, signal, sys, time
     BEHAVIOUR = {behaviour!r}
     request = json.loads(sys.argv[3])
+    with open(__file__ + ".pid", "w") as own:
+        print(os.getpid(), file=own)
     with open(__file__ + ".asked", "a") as asked:
         print(sys.argv[3], file=asked)
     assert sys.argv[1:3] == ["-m", "mla_diag.bench.strategy_process"]
@@ -46,7 +48,7 @@ ANSWERS = """
 
 
 def serving_python(path: Path, **behaviour: float | str) -> Path:
-    """Write the executable, which keeps what it was asked in a file `.asked` beside it.
+    """Write the executable, which keeps what it was asked in a file `.asked` beside it, and its process in `.pid`.
 
     Args:
         path: where.

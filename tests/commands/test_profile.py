@@ -290,7 +290,10 @@ def test_an_out_that_holds_another_profile_is_not_mixed_up(run: Invoke, tmp_path
     assert "another profile" in result.stderr
 
 
-def test_ctrl_c_stops_the_profiler_and_keeps_what_was_written(tmp_path: Path, traces: dict[str, Path]):
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
+def test_a_signal_stops_the_profiler_and_keeps_what_was_written(
+    tmp_path: Path, traces: dict[str, Path], number: signal.Signals, status: int
+):
     with StandIn(info=dict(BY_STAGE), traces={"TP-0-EXTEND": traces["TP-0-EXTEND"]}, lingers=True) as server:
         command = [sys.executable, "-m", "mla_diag", "profile", "--url", server.url]
         places = ["--out", str(tmp_path / "out"), "--trace-root", str(tmp_path)]
@@ -298,9 +301,9 @@ def test_ctrl_c_stops_the_profiler_and_keeps_what_was_written(tmp_path: Path, tr
         deadline = time.monotonic() + 30
         while not list(tmp_path.glob("mla-diag-*/*.gz")) and time.monotonic() < deadline:
             time.sleep(0.05)
-        os.kill(process.pid, signal.SIGINT)
+        os.kill(process.pid, number)
         _, said = process.communicate(timeout=30)
-        assert process.returncode == 130
+        assert process.returncode == status
         assert server.asked("stop_profile")
         assert server.asked("start_profile")[-1]["start_step"] > 1 << 32
         assert server.asked("abort_request")

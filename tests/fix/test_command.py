@@ -5,8 +5,12 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import os
 import shutil
+import signal
 import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +26,7 @@ from mla_diag.fix.locate import Installation, find_installation
 from mla_diag.fix.strategy import Strategy
 from mla_diag.report.fix_account import FixAccount
 from tests.bench.serving_python import serving_python
+from tests.bench.test_process import gone
 from tests.commands.invoke import Invoke
 from tests.fix.conftest import CSR, PAGE_TABLE, contents, edit, install
 
@@ -321,3 +326,31 @@ def test_code_that_is_not_understood_is_said_before_minutes_of_measuring(tmp_pat
     with pytest.raises(UnknownCodeError):
         run(installation, apply=True)
     assert not list(tmp_path.rglob("*.asked"))
+
+
+@pytest.mark.usefixtures("_h200")
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
+def test_a_signal_ends_what_is_measuring_on_the_gpu(tmp_path: Path, number: signal.Signals, status: int) -> None:
+    """It has a session of its own, which no closed terminal ends."""
+    installation = in_a_venv(tmp_path, kernel="hang")
+    before = contents(installation.root)
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    command = [sys.executable, "-m", "mla_diag", "fix", "--apply", "--sglang", str(installation.root)]
+    environment = os.environ | {"TMPDIR": str(scratch)}
+    process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    asked = tmp_path / "venv/bin/python3.11.asked"
+    deadline = time.monotonic() + 30
+    while not asked.exists():
+        assert process.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    measuring = int(asked.with_suffix(".pid").read_text())
+    assert not gone(measuring)
+    process.send_signal(number)
+    _, said = process.communicate(timeout=30)
+    assert (process.returncode, said) == (status, "")
+    while not gone(measuring):
+        assert time.monotonic() < deadline
+    assert list(scratch.iterdir()) == []
+    assert contents(installation.root) == before

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -68,6 +71,35 @@ def test_nothing_fetched_is_left_behind(server: SftpServer, tmp_path: Path, monk
     monkeypatch.setattr("tempfile.tempdir", str(scratch))
     mla_diag.explain(server.url("/var/traces"))
     assert list(scratch.iterdir()) == []
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
+def test_a_signal_while_a_trace_is_fetched_leaves_nothing_of_it(tmp_path: Path, number: signal.Signals, status: int):
+    """It is fetched in a thread, which an end of the process does not wait for."""
+    program = """
+import time
+from mla_diag.cli import main
+from mla_diag.trace.remote import RemoteFile
+
+def fetch(self, target):
+    target.write_bytes(b"half of it")
+    time.sleep(600)
+
+RemoteFile.fetch = fetch
+main()
+"""
+    process = subprocess.Popen(
+        [sys.executable, "-c", program, "explain", "sftp://gpu1/a.json.gz"],
+        env=os.environ | {"TMPDIR": str(tmp_path)}, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    deadline = time.monotonic() + 30
+    while not any(path.is_file() and path.stat().st_size for path in tmp_path.rglob("mla-diag-*/*")):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    process.send_signal(number)
+    _, said = process.communicate(timeout=30)
+    assert (process.returncode, said) == (status, "")
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(
