@@ -1,7 +1,9 @@
 """What a server's users feel, over HTTP: time to first token, time per output token, tokens per second.
 
 A row is a number of requests of one length, sent together as one streamed `/generate`, as SGLang's own
-`bench_one_batch_server` does. Every wave has fresh random prompts, so nothing of it is in the prefix cache.
+`bench_one_batch_server` does. Every wave has fresh random prompts. One that begins with the token of an earlier one has
+that in the prefix cache, which is enough for another prefill kernel: a server of our own forgets its prefixes before
+first tokens repeat, and of any server those prompts are counted of which it had a beginning.
 """
 
 from __future__ import annotations
@@ -9,6 +11,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 import msgspec
@@ -17,7 +20,7 @@ from mla_diag.diagnose.server_info import ServerInfo
 from mla_diag.errors import RefusedError, ServerError, UsageError
 from mla_diag.server.capture import Say
 from mla_diag.server.client import Client
-from mla_diag.server.load import generate_request, random_tokens
+from mla_diag.server.load import TOKENS, generate_request, random_tokens
 
 __all__ = ["ROWS", "LeftOut", "Measured", "Plan", "Row", "Spread", "measure_rows"]
 
@@ -70,6 +73,7 @@ class Measured(msgspec.Struct, frozen=True):
         ttft_ms: From sending a wave to a request's first token: of a wave its median request.
         tpot_ms: Between two tokens of a request, once all requests of the wave have their first.
         tokens_per_second: New tokens of all requests over the time from sending the wave to its last token.
+        cached_prompts: Of all prompts of those waves, those of which the server had a beginning in its prefix cache.
     """
 
     row: Row
@@ -78,6 +82,7 @@ class Measured(msgspec.Struct, frozen=True):
     ttft_ms: Spread
     tpot_ms: Spread
     tokens_per_second: Spread
+    cached_prompts: int = 0
 
 
 class LeftOut(msgspec.Struct, frozen=True):
@@ -93,11 +98,12 @@ class _CannotRunError(Exception):
 
 @dataclass(frozen=True)
 class _Wave:
-    """Figures of one wave: seconds, and tokens a second."""
+    """Figures of one wave: seconds, tokens a second, and prompts that the server had some of."""
 
     ttft: float
     tpot: float
     rate: float
+    cached: int
 
 
 @dataclass
@@ -108,9 +114,33 @@ class _Request:
     first_tokens: int
     last: float
     tokens: int
+    cached: bool
 
 
-def measure_rows(client: Client, server: ServerInfo, plan: Plan, say: Say) -> Iterator[Measured | LeftOut]:
+class _Prompts:
+    """New prompts for one server, of which as few as can be begin with a token that is in its prefix cache."""
+
+    def __init__(self, client: Client, server: ServerInfo, ours: bool) -> None:
+        self._client = client
+        # Prompts of which only a token is alike share no page of several.
+        self._flushes = ours and server.radix_cache is not False and (server.page_size or 1) == 1
+        self._sent = 0
+
+    def draw(self, row: Row) -> list[list[int]]:
+        """Those of a wave."""
+        if self._flushes and self._sent + row.batch > len(TOKENS):
+            # Not before every wave, because SGLang then gives the memory back that the next prefill allocates anew. A
+            # server that will not, as without its admin's key, says itself of which prompts it had some.
+            with suppress(RefusedError):
+                self._client.flush_cache()
+            self._sent = 0
+        self._sent += row.batch
+        return [random_tokens(row.context) for _ in range(row.batch)]
+
+
+def measure_rows(
+    client: Client, server: ServerInfo, plan: Plan, say: Say, *, ours: bool = False
+) -> Iterator[Measured | LeftOut]:
     """Measure rows one after the other.
 
     Args:
@@ -118,6 +148,7 @@ def measure_rows(client: Client, server: ServerInfo, plan: Plan, say: Say) -> It
         server: What it says of itself.
         plan: What to send.
         say: Told what is being waited for.
+        ours: Whether it has just been started for this and serves nobody else, so that its cache may be emptied.
 
     Yields:
         Each row, as soon as it is measured or found to be more than the server can run.
@@ -131,11 +162,12 @@ def measure_rows(client: Client, server: ServerInfo, plan: Plan, say: Say) -> It
             f"this server only does the {server.disaggregation} part of requests and takes them from its router; "
             "give a server that does both"
         )
+    prompts = _Prompts(client, server, ours)
     for row in plan.rows:
         reason = _too_large(row, plan.new_tokens, server)
         if reason is None:
             try:
-                yield _measure(client, row, plan, say)
+                yield _measure(client, row, plan, prompts, say)
                 continue
             except _CannotRunError as error:
                 reason = str(error)
@@ -152,12 +184,12 @@ def _too_large(row: Row, new_tokens: int, server: ServerInfo) -> str | None:
     return None
 
 
-def _measure(client: Client, row: Row, plan: Plan, say: Say) -> Measured:
+def _measure(client: Client, row: Row, plan: Plan, prompts: _Prompts, say: Say) -> Measured:
     waves = []
     for number in range(plan.warmup + plan.repeats):
         counted = number - plan.warmup + 1
         say(f"{row}: " + (f"wave {counted} of {plan.repeats}" if counted > 0 else "warm-up"))
-        wave = _run_wave(client, row, plan.new_tokens)
+        wave = _run_wave(client, row, prompts.draw(row), plan.new_tokens)
         if counted > 0:
             waves.append(wave)
     return Measured(
@@ -167,18 +199,19 @@ def _measure(client: Client, row: Row, plan: Plan, say: Say) -> Measured:
         ttft_ms=_spread([wave.ttft * 1e3 for wave in waves]),
         tpot_ms=_spread([wave.tpot * 1e3 for wave in waves]),
         tokens_per_second=_spread([wave.rate for wave in waves]),
+        cached_prompts=sum(wave.cached for wave in waves),
     )
 
 
-def _run_wave(client: Client, row: Row, new_tokens: int) -> _Wave:
-    body = generate_request([random_tokens(row.context) for _ in range(row.batch)], new_tokens)
+def _run_wave(client: Client, row: Row, prompts: list[list[int]], new_tokens: int) -> _Wave:
+    body = generate_request(prompts, new_tokens)
     requests: dict[int, _Request] = {}
     start = time.perf_counter()
     try:
         for event in client.stream(body):
             now = time.perf_counter() - start
-            tokens = _tokens_so_far(event)
-            request = requests.setdefault(event.get("index", 0), _Request(now, tokens, now, tokens))
+            tokens, cached = _told(event)
+            request = requests.setdefault(event.get("index", 0), _Request(now, tokens, now, tokens, cached))
             if tokens > request.tokens:
                 request.last, request.tokens = now, tokens
     except RefusedError as error:
@@ -186,12 +219,14 @@ def _run_wave(client: Client, row: Row, new_tokens: int) -> _Wave:
     return _figures(list(requests.values()), row, new_tokens)
 
 
-def _tokens_so_far(event: dict[str, object]) -> int:
+def _told(event: dict[str, object]) -> tuple[int, bool]:
+    """How many tokens a request has by now, and whether the server had some of its prompt."""
     meta = event.get("meta_info")
-    tokens = meta.get("completion_tokens") if isinstance(meta, dict) else None
+    said = meta if isinstance(meta, dict) else {}
+    tokens = said.get("completion_tokens")
     if not isinstance(tokens, int):
         raise ServerError("the server streams no completion_tokens, as an SGLang server does; check the address")
-    return tokens
+    return tokens, bool(said.get("cached_tokens"))
 
 
 def _figures(requests: list[_Request], row: Row, new_tokens: int) -> _Wave:
@@ -208,6 +243,7 @@ def _figures(requests: list[_Request], row: Row, new_tokens: int) -> _Wave:
         ttft=statistics.median(request.first for request in requests),
         tpot=(latest.last - latest.first) / (latest.tokens - latest.first_tokens),
         rate=row.batch * new_tokens / max(request.last for request in requests),
+        cached=sum(request.cached for request in requests),
     )
 
 

@@ -22,6 +22,7 @@ from mla_diag.commands.strategies import measure_strategies
 from mla_diag.diagnose.compare import compare
 from mla_diag.diagnose.diagnosis import Diagnosis
 from mla_diag.diagnose.server_info import ServerInfo, parse_server_info
+from mla_diag.diagnose.words import count
 from mla_diag.errors import MlaDiagError, UsageError
 from mla_diag.fix import patch
 from mla_diag.fix.journal import Journal
@@ -142,7 +143,7 @@ def measure_url(url: str, options: Options, *, api_key: str | None = None, verif
         with _reported(bench, options):
             server = parse_server_info(client.server_info())
             bench.before = ServerSide.of(server)
-            _measure(client, server, bench.before, options.plan, "")
+            _measure(client, server, bench.before, options.plan, bench, "")
 
 
 def measure_served(command_line: str, options: Options, *, api_key: str | None = None) -> None:
@@ -241,7 +242,7 @@ def _visit(command: ServerCommand, options: Options, bench: ServerBench, out: Pa
         server = parse_server_info(client.server_info())
         visit = _Visit(ServerSide.of(server))
         setattr(bench, when, visit.side)
-        _measure(client, server, visit.side, options.plan, f"{when}: ")
+        _measure(client, server, visit.side, options.plan, bench, f"{when}: ")
         exposure = expose_live(client, model_config=options.model_config)
         if exposure.exposed is False:
             visit.harmless = exposure.stages[0].why
@@ -254,16 +255,19 @@ def _visit(command: ServerCommand, options: Options, bench: ServerBench, out: Pa
     return visit
 
 
-def _measure(client: Client, server: ServerInfo, side: ServerSide, plan: Plan, when: str) -> None:
+def _measure(client: Client, server: ServerInfo, side: ServerSide, plan: Plan, bench: ServerBench, when: str) -> None:
     """Measure the rows, saying each as it comes, because a server can fail later."""
+    ours = bench.command is not None
     with Progress() as progress:
-        for found in measure_rows(client, server, plan, lambda what: progress.say(when + what)):
+        for found in measure_rows(client, server, plan, lambda what: progress.say(when + what), ours=ours):
             if isinstance(found, LeftOut):
                 side.left_out.append(found)
                 progress.note(f"{when}{found.row}: left out: {found.reason}")
             else:
                 side.rows.append(found)
                 progress.note(f"{when}{found.row}: {_figures(found)}")
+                if found.cached_prompts:
+                    bench.notes.append(f"{when}{found.row}: {_not_new(found, None if ours else client.url)}")
     if not side.rows:
         reasons = "; ".join(f"{left.row}: {left.reason}" for left in side.left_out)
         raise UsageError(f"{client.url}: can run none of the rows ({reasons}); give others with --shape")
@@ -272,6 +276,17 @@ def _measure(client: Client, server: ServerInfo, side: ServerSide, plan: Plan, w
 def _figures(row: Measured) -> str:
     first, token = milliseconds(row.ttft_ms.median), milliseconds(row.tpot_ms.median)
     return f"first token after {first} ms, {token} ms a token, {row.tokens_per_second.median:,.1f} tokens a second"
+
+
+def _not_new(row: Measured, url: str | None) -> str:
+    """What is wrong with a row whose prompts the server knew in part, and, of somebody else's, what to do about it."""
+    prompts = count(row.row.batch * row.repeats, "prompt")
+    remedy = "" if url is None else f"; `curl -X POST {url}/flush_cache` empties the cache for all its users"
+    return (
+        f"the server had the beginning of {row.cached_prompts:,} of {prompts} in its prefix cache, and one such prompt "
+        "can send its whole batch to another prefill kernel: the time to first token is not that of new prompts"
+        f"{remedy}"
+    )
 
 
 def _logits(client: Client, server: ServerInfo, bench: ServerBench, when: str) -> Logits | None:

@@ -19,6 +19,7 @@ from mla_diag.server.secrets import without_secrets
 _EVENT, _LAST_EVENT = "data: ", "data: [DONE]"  # of a stream
 _PAUSE = 0.5  # seconds from one look to the next
 _POLL = 5.0  # seconds that a look waits for its answer
+_SETTLING = 5.0  # seconds that a scheduler may take for the step that it runs past the last one answered
 _NOT_A_REFUSAL = (httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN, httpx.codes.NOT_FOUND)
 
 OnWait = Callable[[float], None]
@@ -155,12 +156,19 @@ class Client(Connection):
             return
 
     def flush_cache(self) -> None:
-        """Have an idle server forget its prefixes.
+        """Have a server forget its prefixes, as soon as it runs nothing any more.
 
         Raises:
-            ServerError: It runs requests, or does not answer.
+            RefusedError: It goes on running requests, or lets only its admin do that.
+            ServerError: It does not answer.
         """
-        self._check(self._send("POST", "flush_cache", self.timeouts.answer), "flush_cache")
+        deadline = time.monotonic() + _SETTLING
+        while True:
+            response = self._send("POST", "flush_cache", self.timeouts.answer)
+            if response.status_code != httpx.codes.BAD_REQUEST or time.monotonic() > deadline:
+                break
+            time.sleep(_PAUSE)
+        self._check(response, "flush_cache")
 
     def start_profile(self, request: Mapping[str, Any]) -> None:
         """Start the profiler, or have it start with the next step.

@@ -170,7 +170,7 @@ def sampling(new_tokens: int, **more: Any) -> dict[str, Any]:
 
 
 def random_tokens(count: int) -> list[int]:
-    """Tokens of which the first begins no other prompt of this process, as long as there are such.
+    """Tokens of which the first is none of the last 989 prompts' of this process.
 
     One cached token of one prompt is enough for SGLang to prefill a whole batch by the paged kernel in place of the
     ragged one (sglang/srt/layers/attention/flashinfer_mla_backend.py, init_forward_metadata).

@@ -11,19 +11,20 @@ from mla_diag.bench.measure import LeftOut, Measured, Plan, Row, measure_rows
 from mla_diag.diagnose.server_info import parse_server_info
 from mla_diag.errors import ServerError, UsageError
 from mla_diag.server.client import Client
+from mla_diag.server.load import TOKENS
 from tests.server.stand_in import INFO, StandIn
 
 SERVER = parse_server_info(INFO)
 
 
-def measure(stand_in: StandIn, *rows: Row, **plan: int) -> list[Measured | LeftOut]:
+def measure(stand_in: StandIn, *rows: Row, ours: bool = False, **plan: int) -> list[Measured | LeftOut]:
     wanted = Plan(rows, **({"new_tokens": 5, "repeats": 1, "warmup": 0} | plan))
     with Client(stand_in.url) as client:
-        return list(measure_rows(client, parse_server_info(stand_in.info), wanted, lambda _: None))
+        return list(measure_rows(client, parse_server_info(stand_in.info), wanted, lambda _: None, ours=ours))
 
 
-def measured(stand_in: StandIn, *rows: Row, **plan: int) -> Measured:
-    (found,) = measure(stand_in, *rows, **plan)
+def measured(stand_in: StandIn, *rows: Row, ours: bool = False, **plan: int) -> Measured:
+    (found,) = measure(stand_in, *rows, ours=ours, **plan)
     assert isinstance(found, Measured), found
     return found
 
@@ -44,6 +45,51 @@ def test_all_prompts_of_a_wave_are_sent_at_once_and_no_two_begin_alike():
     assert len({prompt[:8] for prompt in prompts}) == 9
     assert waves[0]["sampling_params"] == {"max_new_tokens": 5, "ignore_eos": True, "temperature": 0}
     assert (found.row, found.new_tokens, found.repeats) == (Row(3, 40), 5, 2)
+
+
+MANY = Row(400, 5)
+
+
+def prompts_after_each_flush(server: StandIn) -> list[list[int]]:
+    """First tokens of all prompts from the start, or one flush of the cache, to the next."""
+    spans: list[list[int]] = [[]]
+    for _, path, _, body in server.requests:
+        if path.endswith("/flush_cache"):
+            spans.append([])
+        elif path.endswith("/generate"):
+            spans[-1] += [prompt[0] for prompt in body["input_ids"]]
+    return spans
+
+
+def test_a_server_of_our_own_forgets_its_prefixes_before_first_tokens_repeat():
+    """One cached token of one prompt has SGLang prefill the whole batch by another kernel."""
+    with StandIn() as server:
+        found = measured(server, MANY, repeats=5, ours=True)
+        spans = prompts_after_each_flush(server)
+    assert [len(span) for span in spans] == [800, 800, 400]
+    assert all(len(set(span)) == len(span) for span in spans)
+    assert found.cached_prompts == 0
+
+
+def test_no_cache_is_emptied_where_a_token_alone_is_no_prefix():
+    for info in ({"page_size": 64}, {"disable_radix_cache": True}):
+        with StandIn(info=INFO | info) as server:
+            measured(server, MANY, repeats=5, ours=True)
+            assert server.asked("flush_cache") == []
+
+
+def test_prompts_that_somebody_elses_server_knows_in_part_are_counted_and_its_cache_is_left_alone():
+    with StandIn() as server:
+        assert measured(server, MANY, repeats=2).cached_prompts == 0
+        found = measured(server, MANY, repeats=2, warmup=1)
+        assert server.asked("flush_cache") == []
+    # The warm-up took the last 190 first tokens and 210 known ones; the two waves that count find all of theirs.
+    assert found.cached_prompts == 2 * 400
+
+
+def test_a_server_that_may_not_be_flushed_is_measured_and_its_known_prompts_counted():
+    with StandIn(answers={"flush_cache": (403, "Forbidden")}) as server:
+        assert measured(server, MANY, repeats=3, ours=True).cached_prompts == 3 * 400 - len(TOKENS)
 
 
 def test_the_first_token_the_others_and_the_whole_wave_are_timed_apart():

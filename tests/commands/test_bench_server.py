@@ -17,6 +17,7 @@ import msgspec
 import pytest
 
 from mla_diag.bench.server import ServerBench
+from mla_diag.server.load import TOKENS
 from tests.bench.test_process import free_port, listening
 from tests.commands.invoke import Invoke
 from tests.fix.conftest import CSR, contents, edit, install
@@ -196,6 +197,20 @@ def test_somebody_elses_server_is_measured_and_nothing_else(run: Invoke, tmp_pat
     assert (bench.command, bench.url, bench.after) == (None, server.url, None)
     assert "left out: takes 1,001,000 tokens of KV" in result.stdout
     assert "sk-1" not in result.stdout + (tmp_path / "bench.json").read_text()
+
+
+def test_prompts_that_the_server_knew_in_part_are_said(run: Invoke, tmp_path: Path):
+    """As of an earlier benchmark: one cached token is enough for another prefill kernel."""
+    with StandIn(cached=set(TOKENS)) as server:
+        result = run("bench", "server", "--url", server.url, *QUICK, "--json", tmp_path / "bench.json")
+        assert server.asked("flush_cache") == []
+    assert result.returncode == 0, result.stderr
+    note = "1x100: the server had the beginning of 2 of 2 prompts in its prefix cache"
+    assert note in " ".join(result.stdout.split())
+    bench = read(tmp_path / "bench.json")
+    assert bench.before is not None
+    assert bench.before.rows[0].cached_prompts == 2
+    assert bench.notes[0].endswith(f"`curl -X POST {server.url}/flush_cache` empties the cache for all its users")
 
 
 def test_the_key_of_the_command_is_used_and_shown_nowhere(run: Invoke, tmp_path: Path, root: Path, port: int):

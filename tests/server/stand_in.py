@@ -54,6 +54,7 @@ class StandIn:
         prefill_seconds: What a prefill takes.
         together: Requests of a wave that it runs at once; the others wait for their end. 0 for all.
         most_tokens: New tokens that a request gets at most.
+        cached: First tokens of the prompts in its prefix cache.
         certificate: For TLS.
         requests: What it was asked: method, path, headers, body.
     """
@@ -73,6 +74,7 @@ class StandIn:
     prefill_seconds: float = 0.0
     together: int = 0
     most_tokens: int = 1 << 20
+    cached: set[int] = field(default_factory=set)
     certificate: tuple[Path, Path] | None = None
     requests: list[tuple[str, str, dict[str, str], Any]] = field(default_factory=list)
     profile: dict[str, Any] | None = None
@@ -160,7 +162,7 @@ class StandIn:
             "stop_profile": self._stop,
             "generate": lambda: self._generate(body),
             "abort_request": self._abort,
-            "flush_cache": lambda: (200, "Cache flushed.\n"),
+            "flush_cache": self._flush,
         }.get(endpoint)
         return action() if action is not None else (404, '{"detail": "Not Found"}')
 
@@ -192,17 +194,25 @@ class StandIn:
         handler.send_header("Content-Type", "text/event-stream")
         handler.send_header("Connection", "close")
         handler.end_headers()
-        count = len(body["input_ids"])
+        firsts = [prompt[0] for prompt in body["input_ids"]]
+        hits = [int(first in self.cached) for first in firsts]
+        self.cached.update(firsts)
+        count = len(firsts)
         tokens = min(body["sampling_params"]["max_new_tokens"], self.most_tokens)
         for first in range(0, count, self.together or count):
             time.sleep(self.prefill_seconds)
             for token in range(1, tokens + 1):
                 time.sleep(self.token_seconds if token > 1 else 0)
                 for index in range(first, min(first + (self.together or count), count)):
-                    event = {"index": index, "meta_info": {"completion_tokens": token}}
+                    told = {"completion_tokens": token, "cached_tokens": hits[index]}
+                    event = {"index": index, "meta_info": told}
                     handler.wfile.write(b"data: " + json.dumps(event).encode() + b"\n\n")
         handler.wfile.write(b"data: [DONE]\n\n")
         handler.close_connection = True
+
+    def _flush(self) -> tuple[int, str]:
+        self.cached.clear()
+        return 200, "Cache flushed.\n"
 
     def _abort(self) -> tuple[int, str]:
         self._aborted.set()

@@ -6,6 +6,7 @@ import json
 import shutil
 import socket
 import subprocess
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -44,6 +45,24 @@ def test_an_address_without_a_scheme_is_http():
     with StandIn() as server, Client(server.url.removeprefix("http://")) as client:
         assert client.server_info()["version"] == "0.5.17"
         assert client.url == server.url
+
+
+@pytest.mark.usefixtures("_impatient")
+def test_a_server_that_still_runs_a_step_is_asked_again_to_forget_its_prefixes():
+    with StandIn(answers={"flush_cache": (400, "Flush cache failed.")}) as server, client_of(server) as client:
+        threading.Timer(0.3, server.answers.clear).start()
+        client.flush_cache()
+        assert len(server.asked("flush_cache")) > 1
+
+
+def test_a_server_that_does_not_become_idle_is_one_line(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("mla_diag.server.client._SETTLING", 0)
+    with (
+        StandIn(answers={"flush_cache": (400, "Flush cache failed.")}) as server,
+        client_of(server) as client,
+        pytest.raises(RefusedError, match="/flush_cache failed with HTTP 400: Flush cache failed"),
+    ):
+        client.flush_cache()
 
 
 @pytest.mark.parametrize("url", ["", "ftp://host", "http://", "http://host:99999999", "http://[::1", "://x"])

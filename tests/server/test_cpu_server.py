@@ -7,6 +7,7 @@ so what is shown here is that they are taken, whole, and that the server is left
 from __future__ import annotations
 
 import gzip
+import itertools
 import json
 import os
 import re
@@ -23,6 +24,7 @@ from typing import Any
 import pytest
 
 from mla_diag.bench.agreement import agree, record_logits
+from mla_diag.bench.measure import Measured, Plan, Row, measure_rows
 from mla_diag.diagnose.server_info import parse_server_info
 from mla_diag.server.client import Client
 from tests.commands.invoke import run_process
@@ -195,6 +197,25 @@ def test_two_passes_through_the_same_tokens_say_the_same(server: CpuServer):
         assert found.max_error < 1e-4  # the weights are a thousandth, so logits are too
     for found in agree(first, second):
         assert (found.max_error, found.top1) == (0.0, 1.0)
+
+
+def test_a_prompt_of_which_one_token_is_cached_is_told_and_an_emptied_cache_has_none(
+    server: CpuServer, monkeypatch: pytest.MonkeyPatch
+):
+    """Of fewer first tokens than there are, because this server's pool forgets by itself before those repeat."""
+    firsts = range(10, 50)
+    monkeypatch.setattr("mla_diag.bench.measure.TOKENS", firsts)
+    monkeypatch.setattr("mla_diag.server.load._first_tokens", itertools.cycle(firsts))
+    plan = Plan([Row(20, 5)], new_tokens=3, repeats=5, warmup=0)
+    with Client(server.url) as client:
+        info = parse_server_info(client.server_info())
+        client.flush_cache()  # of what other tests sent
+        (ours,) = measure_rows(client, info, plan, lambda _: None, ours=True)
+        (others,) = measure_rows(client, info, plan, lambda _: None)
+    assert isinstance(ours, Measured), ours
+    assert isinstance(others, Measured), others
+    assert ours.cached_prompts == 0
+    assert others.cached_prompts == 4 * 20  # the first wave's tokens went when the cache was last emptied
 
 
 def test_a_server_killed_under_a_capture_is_one_line(server: CpuServer, tmp_path: Path):
