@@ -21,6 +21,7 @@ from mla_diag.errors import ServerError, UsageError
 from mla_diag.server.capture import Say
 from mla_diag.server.client import Client
 from mla_diag.server.connection import LAST_PORT, one_line
+from mla_diag.server.secrets import command_without_secrets, text_without_secrets
 
 __all__ = ["ServerCommand", "ServerProcess"]
 
@@ -105,10 +106,8 @@ class ServerCommand:
         return None
 
     def __str__(self) -> str:
-        """The command line without its API key."""
-        shown = [f"{name}={value}" for name, value in self.environment.items()] + list(self.argv)
-        hidden = {self.api_key, f"--api-key={self.api_key}"} if self.api_key else set()
-        return shlex.join("..." if word in hidden else word for word in shown)
+        """The command line without its secrets."""
+        return command_without_secrets([*(f"{name}={value}" for name, value in self.environment.items()), *self.argv])
 
 
 class ServerProcess:
@@ -192,7 +191,7 @@ class ServerProcess:
         """The line of the log that says most about an end, and where the log is."""
         lines = self._lines()
         line = _exception(lines) or next((line.strip() for line in reversed(lines) if line.strip()), None)
-        said = "it wrote nothing" if line is None else one_line(line)
+        said = "it wrote nothing" if line is None else one_line(text_without_secrets(line))
         return f"{said} (log: {self.log})"
 
     def logged(self, text: str) -> list[str]:

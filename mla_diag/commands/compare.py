@@ -42,8 +42,8 @@ def run(
     comparison = compare(_diagnosis(before, scheduler), _diagnosis(after, scheduler))
     if not comparison.stages:
         raise UsageError(
-            f"{before} and {after} have no stage in common: {_stages(comparison.only_before)} against "
-            f"{_stages(comparison.only_after)}"
+            f"{trace_file(before)} and {trace_file(after)} have no stage in common: "
+            f"{_stages(comparison.only_before)} against {_stages(comparison.only_after)}"
         )
     with destination(output) as console:
         if output_format is Format.JSON:

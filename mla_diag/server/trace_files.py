@@ -16,7 +16,7 @@ from pathlib import Path
 from mla_diag.diagnose.server_info import ServerInfo
 from mla_diag.errors import UnreadableInputError, UsageError
 from mla_diag.trace.rank import Coordinates, coordinates_in
-from mla_diag.trace.remote import RemoteError, RemoteFile, check_directory, is_url, listed
+from mla_diag.trace.remote import RemoteError, RemoteFile, check_directory, is_url, listed, without_password
 from mla_diag.trace.source import TraceBytes
 
 # Where SGLang writes if nobody says: there every server can, and a server that cannot write its trace dies.
@@ -225,5 +225,7 @@ def locate(trace_root: str | None, *, local: bool, name: str) -> TraceDirectory:
         here = trace_root
         on_server = re.sub(r"^[\w+.-]+://[^/]*", "", trace_root) if "://" in trace_root else trace_root
     if not on_server.startswith("/"):
-        raise UsageError(f"--trace-root {trace_root}: the server needs an absolute path; write /PATH or /PATH=URL")
+        raise UsageError(
+            f"--trace-root {without_password(trace_root)}: the server needs an absolute path; write /PATH or /PATH=URL"
+        )
     return TraceDirectory(f"{on_server.rstrip('/')}/{name}", f"{here.rstrip('/')}/{name}")

@@ -155,6 +155,16 @@ DYING = {
 }
 
 
+def test_a_server_that_dies_of_an_option_is_quoted_without_its_key(tmp_path: Path):
+    body = "import sys; sys.exit(f'error: unrecognized arguments: {sys.argv[3]} {sys.argv[4]}')"
+    line = f"{script(tmp_path, body)} --admin-api-key hunter2"
+    with (
+        pytest.raises(ServerError, match=r"unrecognized arguments: --admin-api-key \.\.\. \(log: "),
+        started(line, tmp_path),
+    ):
+        pass
+
+
 @pytest.mark.parametrize(("body", "words"), DYING.values(), ids=DYING.keys())
 def test_a_server_that_dies_is_one_line_with_its_reason(tmp_path: Path, body: str, words: str):
     with pytest.raises(ServerError, match=words) as raised, started(script(tmp_path, body), tmp_path):

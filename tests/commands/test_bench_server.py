@@ -213,12 +213,17 @@ def test_prompts_that_the_server_knew_in_part_are_said(run: Invoke, tmp_path: Pa
     assert bench.notes[0].endswith(f"`curl -X POST {server.url}/flush_cache` empties the cache for all its users")
 
 
-def test_the_key_of_the_command_is_used_and_shown_nowhere(run: Invoke, tmp_path: Path, root: Path, port: int):
-    line = serving(root, port) + " --api-key sk-1"
+def test_the_key_of_the_command_is_used_and_its_secrets_are_shown_nowhere(
+    run: Invoke, tmp_path: Path, root: Path, port: int
+):
+    line = f"HF_TOKEN=hf-1 {serving(root, port)} --api-key sk-1"
     options = ("--no-fix", "--no-profile", "--out", tmp_path / "out", "--json", tmp_path / "bench.json")
     result = run("bench", "server", "--serve", line, *QUICK, *options)
     assert result.returncode == 0, result.stderr
-    assert "sk-1" not in result.stdout + result.stderr + (tmp_path / "bench.json").read_text()
+    shown = result.stdout + result.stderr + (tmp_path / "bench.json").read_text()
+    assert "HF_TOKEN=... " in shown
+    assert "sk-1" not in shown
+    assert "hf-1" not in shown
 
 
 @pytest.mark.parametrize(

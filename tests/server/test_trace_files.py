@@ -106,6 +106,11 @@ def test_a_place_that_is_not_absolute_is_one_line():
         locate("traces", local=True, name="x")
 
 
+def test_a_place_that_is_not_absolute_is_said_without_its_password():
+    with pytest.raises(UsageError, match=r"--trace-root sftp://me:\*\*\*@host: "):
+        locate("sftp://me:hunter2@host", local=False, name="x")
+
+
 @pytest.mark.parametrize("stacks", [False, True])
 def test_a_disk_without_room_is_refused_because_the_server_would_die(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stacks: bool

@@ -221,3 +221,13 @@ def test_a_password_in_a_url_is_not_shown():
     with pytest.raises(RemoteError) as raised:
         listed("nosuch://me:secret@host/x")
     assert "secret" not in str(raised.value)
+
+
+def test_a_password_in_a_url_is_not_shown_where_nothing_can_be_compared(
+    server: SftpServer, run: Invoke, recordings: Path
+):
+    url = server.url("/var/traces/17-TP-0-DECODE.trace.json.gz").replace("somebody@", "somebody:hunter2@")
+    result = run("compare", url, recordings / "base-eager-extend-stack.trace.json.gz")
+    assert result.returncode == 2
+    assert "somebody:***@" in result.stderr
+    assert "hunter2" not in result.stderr
