@@ -137,8 +137,11 @@ def parent_and_sleep(path: Path) -> None:
     time.sleep(300)
 
 
-@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
-@pytest.mark.parametrize("terminal", [True, False], ids=["all of the terminal", "this process"])
+@pytest.mark.parametrize(
+    ("how", "terminal"),
+    [(signal.SIGINT, True), (signal.SIGINT, False), (signal.SIGTERM, False), (signal.SIGKILL, False)],
+    ids=["Ctrl-C", "an interrupt of this process", "its end", "its death"],
+)
 def test_no_process_and_no_traceback_is_left(tmp_path: Path, how: signal.Signals, terminal: bool):
     code = (
         "from pathlib import Path\nfrom mla_diag.diagnose.workers import on_workers\n"
