@@ -156,7 +156,7 @@ class Journal:
                     target = self._root / change.path
                     _staged(target).replace(target)
                 self._write(msgspec.structs.replace(record, state="applied"))
-            except OSError:
+            except BaseException:  # an interrupt too: nobody expects half a fix from that
                 self._restore(record)
                 raise
         self._drop_bytecode(record)
@@ -173,10 +173,10 @@ class Journal:
         record = self.record()
         if record is None:
             raise JournalError(f"{self._root}: no fix is applied here")
-        changed = self.changed_since(record)
-        if changed:
+        foreign = self.foreign(record)
+        if foreign:
             raise JournalError(
-                f"{', '.join(map(str, changed))}: changed by something else after the fix, so nothing is reverted; "
+                f"{', '.join(map(str, foreign))}: changed by something else after the fix, so nothing is reverted; "
                 f"the originals are in {self._directory}, or reinstall SGLang"
             )
         with self._explained("run --revert again"):
@@ -196,6 +196,14 @@ class Journal:
     def changed_since(self, record: Record) -> list[Path]:
         """The files that are no longer as the fix left them."""
         return [self._root / each.path for each in record.files if _digest_of(self._root / each.path) != each.after]
+
+    def foreign(self, record: Record) -> list[Path]:
+        """The files that are neither as the fix left them nor as they were before it."""
+        return [
+            self._root / each.path
+            for each in record.files
+            if _digest_of(self._root / each.path) not in (each.before, each.after)
+        ]
 
     def _restore(self, record: Record) -> None:
         """Bring every file to its state before; those that are in it already stay."""

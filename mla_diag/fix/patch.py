@@ -107,13 +107,13 @@ def apply(installation: Installation, strategy: Strategy, order: Sequence[str] |
         journal.recover()
         record = journal.record()
         if record is not None:
-            changed = journal.changed_since(record)
-            if not changed and _is_current(installation, record, strategy):
+            if not journal.changed_since(record) and _is_current(installation, record, strategy):
                 return None
-            if not changed:
+            foreign = journal.foreign(record)
+            if not foreign:
                 journal.revert()
-            elif any(_is_patched(path) for path in changed):
-                names = ", ".join(map(str, changed))
+            elif any(_is_patched(installation.root / each.path) for each in record.files if each.before is not None):
+                names = ", ".join(map(str, foreign))
                 raise JournalError(f"{names}: changed since the fix; reinstall SGLang, then --apply")
             else:
                 # Another SGLang was installed over a fixed one: the journal is about files that are gone.

@@ -124,6 +124,27 @@ def test_kill_while_staging_recovers_to_none(root: Path, call: str) -> None:
     assert state(root) == BEFORE
 
 
+@pytest.mark.parametrize("count", [1, 3])
+def test_an_interrupt_between_files_leaves_all_as_it_was(
+    root: Path, monkeypatch: pytest.MonkeyPatch, count: int
+) -> None:
+    """Ctrl-C in `fix --apply` left a backend patched, without a word."""
+    replace, done = Path.replace, []
+
+    def interrupted(path: Path, target: Path) -> Path:
+        done.append(path)
+        if len(done) == count + 1:  # the journal is written by such a rename too
+            raise KeyboardInterrupt
+        return replace(path, target)
+
+    before = state(root)
+    monkeypatch.setattr(Path, "replace", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        apply(root)
+    monkeypatch.undo()
+    assert state(root) == before
+
+
 def test_kill_after_the_last_rename_is_an_applied_fix(root: Path) -> None:
     assert killed_at(root, "glob", 1) == -signal.SIGKILL
     assert not Journal(root).recover()

@@ -188,6 +188,36 @@ def test_edited_fix_is_not_overwritten(installation: Installation) -> None:
     assert not verify(installation).holds
 
 
+@pytest.mark.parametrize("name", [CSR, DISPATCH])
+def test_a_file_that_is_as_it_was_before_the_fix_costs_no_original(installation: Installation, name: str) -> None:
+    """`git checkout` of one backend, a dispatch deleted: --apply dropped the journal, with a backend still patched."""
+    before = contents(installation.root)
+
+    def put_back() -> None:
+        if name == DISPATCH:
+            (installation.root / name).unlink()
+        else:
+            (installation.root / name).write_bytes(before[name])
+
+    apply(installation, Strategy.AUTO)
+    put_back()
+    assert apply(installation, Strategy.AUTO) is not None
+    assert verify(installation).holds
+    put_back()
+    revert(installation)
+    assert contents(installation.root) == before
+
+
+def test_one_backend_of_another_sglang_costs_no_original(installation: Installation) -> None:
+    apply(installation, Strategy.AUTO)
+    (installation.root / CSR).write_text("# of another release\n")
+    before = contents(installation.root)
+    for again in (lambda: apply(installation, Strategy.AUTO), lambda: revert(installation)):
+        with pytest.raises(JournalError, match="changed"):
+            again()
+    assert contents(installation.root) == before
+
+
 def test_sglang_that_casts_nothing_has_nothing_to_fix(installation: Installation) -> None:
     for name in (CSR, PAGE_TABLE):
         (installation.root / name).unlink()
