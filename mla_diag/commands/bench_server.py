@@ -23,9 +23,9 @@ from mla_diag.diagnose.compare import compare
 from mla_diag.diagnose.diagnosis import Diagnosis
 from mla_diag.diagnose.server_info import ServerInfo, parse_server_info
 from mla_diag.diagnose.words import count
-from mla_diag.errors import MlaDiagError, UsageError
+from mla_diag.errors import MlaDiagError, UnreadableInputError, UsageError
 from mla_diag.fix import patch
-from mla_diag.fix.journal import Journal
+from mla_diag.fix.journal import Journal, JournalError, Record
 from mla_diag.fix.locate import Installation, find_gpu, find_installation, find_installation_of
 from mla_diag.fix.strategy import Strategy, check, outlooks
 from mla_diag.report.bench import print_bench
@@ -33,6 +33,7 @@ from mla_diag.report.json import render_json
 from mla_diag.report.units import milliseconds
 from mla_diag.server.client import Client
 from mla_diag.server.live import expose_live
+from mla_diag.server.model_config import read_model_config
 
 # On the lab's server a BF16 pool in place of the FP8 one comes to 0.996, another attention backend to 0.998.
 _ALIKE = 0.98
@@ -162,6 +163,7 @@ def measure_served(command_line: str, options: Options, *, api_key: str | None =
     """
     command = ServerCommand.parse(command_line)
     check_output(options.output)
+    _check_model_config(options.model_config)
     bench = ServerBench(command=str(command), url=command.url)
     installation = _to_fix(command, options, bench) if options.fix else None
     out = options.out or Path(f"mla-diag-bench-{time.strftime('%Y%m%d-%H%M%S')}")
@@ -187,6 +189,15 @@ def measure_served(command_line: str, options: Options, *, api_key: str | None =
         with _applied(installation, options, bench):
             after = _visit(command, options, bench, out / "after", api_key)
         _compare(before, after, bench)
+
+
+def _check_model_config(path: Path | None) -> None:
+    """Have what is wrong with it said before minutes are spent on a server."""
+    try:
+        if path is not None:
+            read_model_config(path)
+    except UnreadableInputError as error:
+        raise UsageError(f"--model-config {error}") from error
 
 
 def _compare(before: _Visit, after: _Visit, bench: ServerBench) -> None:
@@ -319,17 +330,27 @@ def _profile(client: Client, side: ServerSide, options: Options, bench: ServerBe
 @contextmanager
 def _applied(installation: Installation, options: Options, bench: ServerBench) -> Iterator[None]:
     """Fix SGLang, and afterwards take that back or say how to."""
+    root, journal = installation.root, Journal(installation.root)
+    if journal.record() is not None:
+        raise JournalError(
+            f"{root}: another process fixed it while the server was measured, so there is no before to compare with"
+        )
+    order, ours = _measured_order(installation, options), None
     try:
-        patch.apply(installation, options.strategy, _measured_order(installation, options))
-        bench.fixed, bench.strategy = str(installation.root), options.strategy.value
+        if patch.apply(installation, options.strategy, order) is None:
+            raise JournalError(f"{root}: another process fixed it at the same time: nothing can be compared")
+        ours = journal.record()
+        bench.fixed, bench.strategy = str(root), options.strategy.value
         yield
+    except JournalError:
+        raise
     except BaseException:
         try:
-            _settle(installation, options, bench)
+            _settle(installation, options, bench, ours or journal.record())  # Ctrl-C may come once it is applied
         except MlaDiagError as error:  # what went wrong first is what ends the command
             bench.notes.append(f"not reverted: {error}")
         raise
-    _settle(installation, options, bench)
+    _settle(installation, options, bench, ours)
 
 
 def _measured_order(installation: Installation, options: Options) -> tuple[str, ...] | None:
@@ -342,12 +363,16 @@ def _measured_order(installation: Installation, options: Options) -> tuple[str, 
     return None if measured is None else measured.order
 
 
-def _settle(installation: Installation, options: Options, bench: ServerBench) -> None:
-    """Revert, if that was asked for; go by the journal, so that a fix which Ctrl-C cut off counts too."""
+def _settle(installation: Installation, options: Options, bench: ServerBench, ours: Record | None) -> None:
+    """Revert, if that was asked for and the fix is still the one that was applied here."""
     root = installation.root
-    if Journal(root).record() is None:
+    if ours is None:
         return
-    if options.revert:
+    if Journal(root).record() != ours:
+        bench.notes.append(
+            f"{root}: another process took the fix back or changed it: what the server after it ran is not known"
+        )
+    elif options.revert:
         patch.revert(installation)
         bench.reverted = True
         bench.notes.append(f"{root}: reverted, byte for byte as it was")

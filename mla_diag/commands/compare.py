@@ -15,7 +15,7 @@ from mla_diag.diagnose.step_spans import Stage
 from mla_diag.errors import SlowerError, UnreadableInputError, UsageError
 from mla_diag.report.comparison import print_comparison
 from mla_diag.report.json import render_json
-from mla_diag.trace.remote import trace_file
+from mla_diag.trace.remote import TraceFile, trace_file
 
 
 @ended_by_signals()
@@ -69,18 +69,23 @@ def _diagnosis(given: str | Path, scheduler: str | None) -> Diagnosis:
     """A report that `explain --format json` wrote, or what it would say of traces."""
     path = trace_file(given)
     report = read_report(path) if isinstance(path, Path) and path.is_file() else None
-    if report is not None:
-        return report
-    files = find_traces([path])
-    with reading_progress(files) as progress:
-        diagnosis = explain(files, scheduler=scheduler, progress=progress)
+    diagnosis = report or _explained(path, scheduler)
     if diagnosis.unreadable:
         raise UnreadableInputError("\n".join(diagnosis.unreadable))
+    if not diagnosis.stages:
+        notes = "; ".join(note for trace in diagnosis.traces for note in trace.notes)
+        raise UnreadableInputError(f"{path}: no step of it can be compared: {notes or 'it holds none'}")
     return diagnosis
 
 
+def _explained(path: TraceFile, scheduler: str | None) -> Diagnosis:
+    files = find_traces([path])
+    with reading_progress(files) as progress:
+        return explain(files, scheduler=scheduler, progress=progress)
+
+
 def _parse_limit(text: str) -> float:
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*%", text.strip())
+    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*%", text.strip())
     if match is None:
         raise UsageError(f"--fail-on-slower {text}: no percentage; write --fail-on-slower 5%")
     return float(match[1]) / 100

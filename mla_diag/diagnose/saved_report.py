@@ -59,11 +59,16 @@ def _check(diagnosis: Diagnosis) -> None:
     """See that what the types allow can be worked with.
 
     Raises:
-        ValueError: An op has no kernels or no launches, or a stage is of no trace.
+        ValueError: An op has no kernels or no launches, a stage or finding is of no trace, or something is below zero.
     """
+    for finding in diagnosis.findings:
+        if not 0 <= finding.trace < len(diagnosis.traces):
+            raise ValueError(f"{finding.kind} is of trace {finding.trace}, and there are {len(diagnosis.traces)}")
     for stage in diagnosis.stages:
         if not 0 <= stage.trace < len(diagnosis.traces):
             raise ValueError(f"{stage.stage.value} is of trace {stage.trace}, and there are {len(diagnosis.traces)}")
+        if min(stage.steps, stage.device_ms_per_step, stage.busy_ms_per_step) < 0:
+            raise ValueError(f"{stage.stage.value} has steps or times below zero")
         for op in stage.ops:
             if not op.kernels or op.launches_per_step <= 0:
                 raise ValueError(f"{stage.stage.value} has an op without kernels or launches, {op.kernel}")

@@ -17,6 +17,10 @@ import msgspec
 import pytest
 
 from mla_diag.bench.server import ServerBench
+from mla_diag.commands import bench_server
+from mla_diag.fix import patch
+from mla_diag.fix.locate import find_installation
+from mla_diag.fix.strategy import Strategy
 from mla_diag.server.load import TOKENS
 from tests.bench.test_process import free_port, listening
 from tests.commands.invoke import Invoke
@@ -90,6 +94,39 @@ def test_the_whole_story_in_one_command(run: Invoke, tmp_path: Path, root: Path,
         assert "fired up" in (out / when / "server.log").read_text()
         assert (out / when / "report.json").exists()
         assert f"mla-diag: {when}: 1x100: first token after" in result.stderr
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_fix_that_another_process_makes_or_takes_back_is_not_ours(
+    run: Invoke, tmp_path: Path, root: Path, port: int, monkeypatch: pytest.MonkeyPatch, when: str
+):
+    """Figures of a server that was not what it was taken for were given without a word, and another's fix reverted."""
+    visit, installation = bench_server._visit, find_installation(root)
+
+    def meanwhile(command: Any, options: Any, bench: Any, out: Path, api_key: Any) -> Any:
+        visited = visit(command, options, bench, out, api_key)
+        if out.name == when:
+            patch.apply(installation, Strategy.AUTO) if when == "before" else patch.revert(installation)
+        return visited
+
+    monkeypatch.setattr(bench_server, "_visit", meanwhile)
+    line = serving(root, port, token_seconds=0.01)
+    result = run(
+        *("bench", "server", "--serve", line, *QUICK, "--no-profile", "--revert", "--out", tmp_path / "out"),
+    )
+    if when == "before":
+        assert result.returncode == 1
+        assert "another process fixed it while the server was measured" in result.stderr
+        assert patch.is_fixed(installation, Strategy.AUTO)
+    else:
+        assert result.returncode == 0
+        assert "another process took the fix back or changed it" in result.stdout
+
+
+def test_a_model_config_is_looked_at_before_a_server_is_started(run: Invoke, tmp_path: Path, root: Path, port: int):
+    result = run("bench", "server", "--serve", serving(root, port), *QUICK, "--model-config", tmp_path / "none")
+    assert (result.returncode, result.stderr.count("\n")) == (2, 1)
+    assert f"--model-config {tmp_path / 'none'}" in result.stderr
 
 
 def test_without_revert_the_fix_stays_and_is_said(run: Invoke, tmp_path: Path, root: Path, port: int):

@@ -181,6 +181,48 @@ def test_a_report_that_cannot_be_worked_with_is_one_line(
     assert "not a report of mla-diag's (decode has an op without kernels or launches" in result.stderr
 
 
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"findings": [{"trace": 99}]}, "is of trace 99, and there are 1"),
+        ({"findings": [{"trace": -1}]}, "is of trace -1, and there are 1"),
+        ({"stages": [{"steps": -1}]}, "decode has steps or times below zero"),
+        ({"stages": [{"device_ms_per_step": -5.0}]}, "decode has steps or times below zero"),
+    ],
+)
+def test_a_report_of_what_cannot_be_is_one_line(
+    run: Invoke, recordings: Path, tmp_path: Path, change: dict[str, list[dict[str, object]]], words: str
+):
+    report = tmp_path / "report.json"
+    run("explain", recordings / BASE, "--format", "json", "-o", report)
+    fields = json.loads(report.read_text())
+    for name, (values,) in change.items():
+        fields[name][0] |= values
+    report.write_text(json.dumps(fields))
+    result = run("compare", report, recordings / NATIVE)
+    assert (result.returncode, result.stderr.count("\n")) == (3, 1)
+    assert words in result.stderr
+
+
+def test_a_report_of_half_the_ranks_is_no_side(run: Invoke, recordings: Path, tmp_path: Path):
+    """A rank's trace could not be read: the directory was refused, its report compared as if it were whole."""
+    shutil.copy(recordings / BASE, tmp_path)
+    (tmp_path / "other.json").write_text("")
+    report = tmp_path / "report.json"
+    assert run("explain", tmp_path, "--format", "json", "-o", report).returncode == 3
+    for side in (report, tmp_path):
+        result = run("compare", recordings / NATIVE, side, "--fail-on-slower", "5%")
+        assert (result.returncode, result.stdout) == (3, "")
+        assert "other.json" in result.stderr
+
+
+def test_a_side_without_a_step_says_why(run: Invoke, recordings: Path, tmp_path: Path):
+    result = run("compare", cut(recordings / BASE, 0.01, tmp_path / "a.json"), recordings / NATIVE)
+    assert result.returncode == 3
+    assert "no step of it can be compared" in result.stderr
+    assert "cut off" in result.stderr
+
+
 def test_reports_stand_for_their_traces(run: Invoke, recordings: Path, tmp_path: Path):
     report = tmp_path / "before.json"
     run("explain", recordings / BASE, "--format", "json", "-o", report)
