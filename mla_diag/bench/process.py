@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
+from mla_diag.bench.start import start_session
 from mla_diag.errors import ServerError, UsageError
 from mla_diag.server.capture import Say
 from mla_diag.server.client import Client
@@ -118,31 +119,33 @@ class ServerProcess:
         log: The file that its output goes to.
 
     Raises:
-        ServerError: Its port is in use.
-        UsageError: The log cannot be written, or the program not run.
+        ServerError: On entering the block: its port is in use.
+        UsageError: Likewise: the log cannot be written, or the program not run.
     """
+
+    _process: subprocess.Popen[bytes]
 
     def __init__(self, command: ServerCommand, log: Path) -> None:
         self.log = log
         self._command = command
+
+    def __enter__(self) -> ServerProcess:
+        command = self._command
         if not _is_free(command.port):
             raise ServerError(
                 f"port {command.port} is in use; stop what listens there, or give the server another with --port"
             )
         try:
-            with log.open("wb") as output:
-                self._process = subprocess.Popen(
+            with self.log.open("wb") as output:
+                self._process = start_session(
                     command.argv,
                     env=command.variables,
                     stdin=subprocess.DEVNULL,
                     stdout=output,
                     stderr=subprocess.STDOUT,
-                    start_new_session=True,
                 )
         except OSError as error:
-            raise UsageError(f"{error.filename or log}: {error.strerror}") from error
-
-    def __enter__(self) -> ServerProcess:
+            raise UsageError(f"{error.filename or self.log}: {error.strerror}") from error
         return self
 
     def __exit__(

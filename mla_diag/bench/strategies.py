@@ -11,7 +11,6 @@ import signal
 import subprocess
 import tempfile
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from enum import Enum
 from pathlib import Path
@@ -21,6 +20,7 @@ from typing import IO, Any
 import msgspec
 
 from mla_diag.bench.rows import Ceilings, Row, Shape
+from mla_diag.bench.start import kill_session, start_session
 
 __all__ = ["SHAPES", "Card", "Measured", "NotMeasuredError", "Verdict", "measure", "order"]
 
@@ -191,31 +191,24 @@ def _ask(request: dict[str, Any], python: Path, search: Sequence[Path], timeout_
         command = [str(python), "-m", "mla_diag.bench.strategy_process", json.dumps(request)]
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
         try:
-            process = subprocess.Popen(
-                command, cwd=folder, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=said,
-                start_new_session=True,
-            )  # fmt: skip
+            process = start_session(
+                command, cwd=folder, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=said
+            )
         except OSError as error:
             return _Answer(None, (), f"{python}: {error.strerror}")
         try:
             output, _ = process.communicate(timeout=timeout_s)
             failure = _end(process.returncode, said)
         except subprocess.TimeoutExpired:
-            _kill(process)
+            kill_session(process)
             output, _ = process.communicate()
             failure = f"no answer in {timeout_s:.0f} s"
         except BaseException:
-            _kill(process)
+            kill_session(process)
             raise
     lines = output.split(b"\n")[:-1]
     card = msgspec.json.decode(lines[0], type=Card) if lines else None
     return _Answer(card, tuple(msgspec.json.decode(line, type=Row) for line in lines[1:]), failure)
-
-
-def _kill(process: subprocess.Popen[bytes]) -> None:
-    """End the process and what it started, such as FlashInfer's compiler."""
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
 
 
 def _end(status: int, said: IO[bytes]) -> str:

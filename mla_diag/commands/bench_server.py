@@ -168,7 +168,7 @@ def measure_served(command_line: str, options: Options, *, api_key: str | None =
     installation = _to_fix(command, options, bench) if options.fix else None
     out = options.out or Path(f"mla-diag-bench-{time.strftime('%Y%m%d-%H%M%S')}")
     try:
-        taken = (out / "before").exists()
+        taken = (out / "before" / "server.log").exists()
     except OSError as error:
         raise UsageError(f"{out}: cannot be used: {error.strerror}; give another --out") from error
     if taken:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import socket
 import signal
 import subprocess
 import sys
@@ -305,9 +306,18 @@ def test_a_server_that_dies_is_one_line(run: Invoke, tmp_path: Path, root: Path)
 
 def test_an_out_that_holds_another_benchmark_is_not_mixed_up(run: Invoke, tmp_path: Path, root: Path, port: int):
     (tmp_path / "out/before").mkdir(parents=True)
+    (tmp_path / "out/before/server.log").touch()
     result = run("bench", "server", "--serve", serving(root, port), *QUICK, "--out", tmp_path / "out")
     assert result.returncode == 2
     assert "holds another benchmark" in result.stderr
+
+
+def test_a_port_in_use_does_not_use_up_its_out(run: Invoke, tmp_path: Path, root: Path):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        command = ("bench", "server", "--serve", serving(root, port), *QUICK, "--no-fix", "--no-profile")
+        assert "is in use" in run(*command, "--out", tmp_path / "out").stderr
+    assert run(*command, "--out", tmp_path / "out").returncode == 0
 
 
 def hanging(line: str, tmp_path: Path, *before: str) -> subprocess.Popen[str]:
