@@ -17,7 +17,7 @@ from mla_diag.diagnose.communication import is_communication
 from mla_diag.diagnose.step_spans import StepSpans
 from mla_diag.diagnose.steps import same_launches
 from mla_diag.trace.columns import MISSING, Ints, rows_by
-from mla_diag.trace.link import Links, captured_launches, enclosing, graph_launches, work_launches
+from mla_diag.trace.link import Links, enclosing, graph_launches, running_launches
 from mla_diag.trace.model import Trace
 
 
@@ -98,7 +98,7 @@ def find_lost_launches(trace: Trace, links: Links, spans: StepSpans) -> LostLaun
         links: Its links.
         spans: Where its steps are.
     """
-    launch = np.flatnonzero(work_launches(trace) & ~captured_launches(trace, links))
+    launch = np.flatnonzero(running_launches(trace, links))
     lost = ~np.isin(launch, links.launch)
     nanoseconds, by_step = np.full(len(launch), np.nan), np.zeros(len(launch), bool)
     if lost.any():

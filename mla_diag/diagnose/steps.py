@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from mla_diag.diagnose.step_spans import Stage, StepSpans, find_step_spans
 from mla_diag.diagnose.thresholds import COMPLETE_SHARE
 from mla_diag.trace.columns import MISSING, Ids, Interner, Ints, rows_by
-from mla_diag.trace.link import Links, captured_launches, enclosing, work_launches
+from mla_diag.trace.link import Links, enclosing, running_launches, work_launches
 from mla_diag.trace.model import Table, Trace
 
 
@@ -128,8 +128,7 @@ def _complete(trace: Trace, links: Links, spans: StepSpans, inside: Ints) -> NDA
     step of the same name, by whose device events of graph launches it is measured too. In a trace that is cut off the
     calls are missing as well, so there a step also needs as many device events as its like, and one launched after it.
     """
-    running = work_launches(trace) & ~captured_launches(trace, links)
-    made, found = _calls_in_steps(trace, links, spans, running)
+    made, found = _calls_in_steps(trace, links, spans, running_launches(trace, links))
     work_share = np.where(made, found / np.maximum(made, 1), 1.0)
     complete: NDArray[np.bool_] = work_share >= COMPLETE_SHARE * work_share[made > 0].max(initial=0.0)
 

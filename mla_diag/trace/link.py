@@ -110,6 +110,11 @@ def work_launches(trace: Trace) -> NDArray[np.bool_]:
     return kernel_launches(trace) | graph_launches(trace)
 
 
+def running_launches(trace: Trace, links: Links) -> NDArray[np.bool_]:
+    """Whether each of a trace's launches has to have led to work on the device when it was made."""
+    return work_launches(trace) & ~captured_launches(trace, links)
+
+
 def captured_launches(trace: Trace, links: Links) -> NDArray[np.bool_]:
     """Whether each launch was made while a graph was captured: it runs when that is replayed, not then.
 
