@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
-from mla_diag.bench.start import start_session
+from mla_diag.bench.start import kill_session, signal_session, start_session
 from mla_diag.errors import ServerError, UsageError
 from mla_diag.server.capture import Say
 from mla_diag.server.client import Client
@@ -209,10 +209,10 @@ class ServerProcess:
             ServerError: Its port is in use still.
         """
         try:
-            self._signal(signal.SIGTERM)
+            signal_session(self._process, signal.SIGTERM)
             self._wait_for_end(_TERM_SECONDS)
         finally:
-            self._signal(signal.SIGKILL)
+            kill_session(self._process)
             self._wait_for_end(_KILL_SECONDS)
         deadline = time.monotonic() + _KILL_SECONDS
         while not _is_free(self._command.port):
@@ -222,10 +222,6 @@ class ServerProcess:
                     "session of its own may be left; end it by hand"
                 )
             time.sleep(_PAUSE)
-
-    def _signal(self, number: signal.Signals) -> None:
-        with suppress(ProcessLookupError):
-            os.killpg(self.pid, number)
 
     def _wait_for_end(self, limit: float) -> None:
         deadline = time.monotonic() + limit

@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any
 
-__all__ = ["kill_session", "start_session"]
+from mla_diag.signals import handled
+
+__all__ = ["kill_session", "signal_session", "start_session"]
 
 _HELD = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -40,8 +41,13 @@ def start_session(command: Sequence[str], **options: Any) -> subprocess.Popen[by
 
 def kill_session(process: subprocess.Popen[bytes]) -> None:
     """End a process and what it started."""
+    signal_session(process, signal.SIGKILL)
+
+
+def signal_session(process: subprocess.Popen[bytes], number: signal.Signals) -> None:
+    """Send a signal to a process and what it started, as far as they are there."""
     with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
+        os.killpg(process.pid, number)
 
 
 @contextmanager
@@ -52,14 +58,9 @@ def _signals_held() -> Iterator[None]:
     def remember(number: int, _: FrameType | None) -> None:
         arrived.append(number)
 
-    heeded = [number for number in _HELD if signal.getsignal(number) not in (signal.SIG_IGN, None)]
-    if threading.current_thread() is not threading.main_thread():  # which alone may set handlers, and runs them
-        heeded = []
-    earlier = {number: signal.signal(number, remember) for number in heeded}
     try:
-        yield
+        with handled(_HELD, remember):
+            yield
     finally:
-        for number, handler in earlier.items():
-            signal.signal(number, handler)
         if arrived:
             signal.raise_signal(arrived[0])

@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
+from mla_diag.signals import handled
+
 _ENDED_BY = (signal.SIGTERM, signal.SIGHUP)
 
 
@@ -22,11 +24,5 @@ def ended_by_signals() -> Iterator[None]:
             signal.signal(each, signal.SIG_IGN)  # cleaning up is under way
         raise SystemExit(128 + number)
 
-    # What is ignored stays so: nohup has SIGHUP ignored.
-    heeded = [number for number in _ENDED_BY if signal.getsignal(number) is not signal.SIG_IGN]
-    earlier = {number: signal.signal(number, leave) for number in heeded}
-    try:
+    with handled(_ENDED_BY, leave):
         yield
-    finally:
-        for number, handler in earlier.items():
-            signal.signal(number, handler)

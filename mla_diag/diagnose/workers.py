@@ -8,13 +8,14 @@ import os
 import re
 import signal
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import BrokenExecutor, ProcessPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from typing import TYPE_CHECKING, TypeVar
 
 from mla_diag._version import __version__
 from mla_diag.errors import UsageError, WorkersError
+from mla_diag.signals import handled
 
 if TYPE_CHECKING:
     from distributed import Client
@@ -55,7 +56,8 @@ def _in_processes(task: Callable[[T], R], items: Sequence[T], number: int) -> li
     others = set(multiprocessing.active_children())
     with ProcessPoolExecutor(number, context, _end_with_parent) as pool:
         try:
-            with _interrupts_ignored():
+            # An interrupt is the parent's to see: each process that is started would show a traceback.
+            with handled([signal.SIGINT], signal.SIG_IGN):
                 futures = [pool.submit(task, item) for item in items]
             return [future.result() for future in futures]
         except BrokenExecutor as error:
@@ -79,19 +81,6 @@ def _end_with_parent() -> None:
         os._exit(1)
 
     threading.Thread(target=watch, daemon=True).start()
-
-
-@contextmanager
-def _interrupts_ignored() -> Iterator[None]:
-    """For processes that are started: an interrupt is its parent's to see, and each would show a traceback."""
-    if threading.current_thread() is not threading.main_thread():  # which alone may set handlers
-        yield
-        return
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
 
 
 def _on_cluster(task: Callable[[T], R], items: Sequence[T], address: str) -> list[R]:
